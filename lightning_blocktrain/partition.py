@@ -1,0 +1,264 @@
+"""How a model is cut: layers into contiguous blocks, the noise range into one band per block.
+
+``block_sigma_edges`` is the only place that knows that block 0 owns the highest noise.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from torch import Tensor, nn
+
+from lightning_blocktrain.edm import log_normal_cdf, log_normal_icdf
+from lightning_blocktrain.errors import explain
+from lightning_blocktrain.protocols import BlockLayout
+
+
+def divisors(number: int) -> list[int]:
+    """Return the divisors of ``number`` in ascending order."""
+    return [d for d in range(1, number + 1) if number % d == 0]
+
+
+def default_num_blocks(num_layers: int) -> int:
+    """Return the number of blocks when nobody chose one: the largest divisor of ``num_layers`` up to 4."""
+    return max((d for d in divisors(num_layers) if d <= 4), default=1)
+
+
+def block_slices(num_layers: int, num_blocks: int) -> list[slice]:
+    """Cut ``num_layers`` layers into ``num_blocks`` equal contiguous slices, block 0 first.
+
+    Raises:
+        ValueError: If ``num_blocks`` is not a positive divisor of ``num_layers``.
+    """
+    if num_blocks < 1 or num_layers < 1 or num_layers % num_blocks:
+        choices = ", ".join(map(str, divisors(num_layers))) or "none: the model has no layers"
+        raise ValueError(
+            explain(
+                "num_blocks must divide num_layers",
+                f"num_blocks={num_blocks}, num_layers={num_layers}",
+                f"choose one of {choices}",
+            )
+        )
+    size = num_layers // num_blocks
+    return [slice(start, start + size) for start in range(0, num_layers, size)]
+
+
+def block_sigma_edges(
+    num_blocks: int, sigma_min: float, sigma_max: float, p_mean: float = -1.2, p_std: float = 1.2
+) -> tuple[float, ...]:
+    """Cut ``[sigma_min, sigma_max]`` into bands of equal probability under ``ln sigma ~ N(p_mean, p_std)``.
+
+    Returns:
+        ``num_blocks + 1`` edges in descending order: block b owns ``[edges[b + 1], edges[b]]``.
+
+    Raises:
+        ValueError: If the range is empty, not positive, infinite, or so far from ``p_mean`` that its bands vanish.
+
+    Source: DiffusionBlocks (arXiv 2506.14202), equi-probability partition, restricted to the chosen range.
+    """
+    if not 0 < sigma_min < sigma_max < math.inf:
+        raise ValueError(
+            explain(
+                "sigma_min must be positive and less than sigma_max, which must be finite",
+                f"sigma_min={sigma_min}, sigma_max={sigma_max}",
+                "the usual range is 1 to 10",
+            )
+        )
+    bounds = torch.tensor([sigma_max, sigma_min], dtype=torch.float64)
+    above, below = log_normal_cdf(bounds, p_mean, p_std)
+    inner = torch.linspace(float(above), float(below), num_blocks + 1, dtype=torch.float64)[1:-1]
+    edges = (sigma_max, *log_normal_icdf(inner, p_mean, p_std).tolist(), sigma_min)
+    if not all(high > low for high, low in pairwise(edges)):
+        raise ValueError(
+            explain(
+                "sigma_min and sigma_max must leave every block a band of probability above 0",
+                f"sigma_min={sigma_min}, sigma_max={sigma_max}, num_blocks={num_blocks}",
+                "the usual range is 1 to 10",
+            )
+        )
+    return edges
+
+
+def widened_band(edges: Sequence[float], block_idx: int, gamma: float) -> tuple[float, float]:
+    """Return block ``block_idx``'s training band ``(low, high)``, widened by the overlap ``gamma``.
+
+    With ``a = (high / low) ** gamma`` the band ``[low, high]`` becomes ``[low / a, high * a]``, clamped to the
+    whole range.
+
+    Raises:
+        ValueError: If ``gamma`` is negative or NaN.
+    """
+    if not gamma >= 0:
+        raise ValueError(explain("gamma must not be negative", f"gamma={gamma}", "use 0 for no overlap"))
+    high, low = edges[block_idx], edges[block_idx + 1]
+    widening = (high / low) ** gamma
+    return max(low / widening, edges[-1]), min(high * widening, edges[0])
+
+
+def sweep_sigmas(
+    num_blocks: int, sigma_min: float, sigma_max: float, p_mean: float = -1.2, p_std: float = 1.2
+) -> tuple[float, ...]:
+    """Return the noise level at which each block runs in one sweep, block 0 first.
+
+    ``num_blocks`` points equally spaced in probability from ``sigma_max`` down to ``sigma_min``; a single block
+    runs at ``sigma_max``. Point b lies inside block b's band.
+    """
+    if num_blocks == 1:
+        return (sigma_max,)
+    return block_sigma_edges(num_blocks - 1, sigma_min, sigma_max, p_mean, p_std)
+
+
+@dataclass(frozen=True)
+class Partition:
+    """Which named tensors of a module belong to which block, and which to the interface.
+
+    Args:
+        layout: The module's layout with ``num_blocks`` settled.
+        blocks: Per block, its layers.
+        block_names: Per block, the names of its parameters and persistent buffers in the module.
+        interface_names: The names of every other parameter and persistent buffer.
+    """
+
+    layout: BlockLayout
+    blocks: tuple[tuple[nn.Module, ...], ...]
+    block_names: tuple[tuple[str, ...], ...]
+    interface_names: tuple[str, ...]
+
+    @property
+    def num_blocks(self) -> int:
+        """Number of blocks."""
+        return len(self.blocks)
+
+
+def as_layout(declared: BlockLayout | Mapping[str, object]) -> BlockLayout:
+    """Return ``declared`` as a ``BlockLayout``; a plain mapping lets a module do without our import.
+
+    Raises:
+        MisconfigurationException: If a field is missing, unknown or of the wrong type.
+    """
+    if isinstance(declared, BlockLayout):
+        layout = declared
+    else:
+        try:
+            layout = BlockLayout(**declared)  # type: ignore[arg-type]
+        except TypeError as exc:
+            got = f"the fields {[*declared]}" if isinstance(declared, Mapping) else type(declared).__name__
+            raise MisconfigurationException(
+                explain(
+                    "configure_blocks must return layers and readout (optional: num_blocks, prefix)",
+                    got,
+                    'return {"layers": self.layers, "readout": self.readout}',
+                )
+            ) from exc
+    if not isinstance(layout.layers, nn.ModuleList) or len(layout.layers) == 0:
+        raise MisconfigurationException(
+            explain(
+                "configure_blocks: layers must be a non-empty torch.nn.ModuleList",
+                f"layers={type(layout.layers).__name__}",
+                "keep the layers in one ModuleList",
+            )
+        )
+    if not isinstance(layout.readout, nn.Module):
+        raise MisconfigurationException(
+            explain(
+                "configure_blocks: readout must be a torch.nn.Module",
+                f"readout={type(layout.readout).__name__}",
+                "put the final norm and the unembedding into one module",
+            )
+        )
+    if layout.prefix not in ("none", "frozen"):
+        raise MisconfigurationException(
+            explain(
+                "configure_blocks: prefix must be 'none' or 'frozen'",
+                f"prefix={layout.prefix!r}",
+                "choose one",
+            )
+        )
+    return layout
+
+
+def partition(module: nn.Module, layout: BlockLayout, num_blocks: int | None = None) -> Partition:
+    """Assign every parameter and persistent buffer of ``module`` to exactly one block or the interface.
+
+    Args:
+        module: The whole model.
+        layout: What its ``configure_blocks`` returned.
+        num_blocks: The strategy's wish; must agree with the layout's if both are given.
+
+    Raises:
+        MisconfigurationException: If the two numbers differ or do not divide the layers, or if blocks share a
+            parameter, or a block shares one with the interface.
+    """
+    num_layers = len(layout.layers)
+    wishes = [number for number in (layout.num_blocks, num_blocks) if number is not None]
+    chosen = wishes[0] if wishes else default_num_blocks(num_layers)
+    if num_blocks is not None and num_blocks != chosen:
+        raise MisconfigurationException(
+            explain(
+                "num_blocks of the strategy must agree with the module's",
+                f"strategy num_blocks={num_blocks}, module num_blocks={chosen}",
+                "give the number in one place only",
+            )
+        )
+    try:
+        slices = block_slices(num_layers, chosen)
+    except ValueError as exc:
+        raise MisconfigurationException(str(exc)) from exc
+    blocks = tuple(tuple(layout.layers[s]) for s in slices)
+    home_of = _homes(module, layout.layers, num_layers // chosen)
+    names: list[list[str]] = [[] for _ in blocks]
+    interface: list[str] = []
+    for name in _state_names(module, home_of):
+        home = home_of[name]
+        (interface if home is None else names[home]).append(name)
+    settled = BlockLayout(layout.layers, layout.readout, chosen, layout.prefix)
+    return Partition(settled, blocks, tuple(map(tuple, names)), tuple(interface))
+
+
+def _homes(module: nn.Module, layers: nn.ModuleList, layers_per_block: int) -> dict[str, int | None]:
+    """Return ``tensor name -> block_idx`` (None: interface), for every name, aliases of one tensor included."""
+    layer_idx = {id(layer): idx for idx, layer in enumerate(layers)}
+    paths = [
+        (f"{path}.", layer_idx[id(submodule)])
+        for path, submodule in module.named_modules(remove_duplicate=False)
+        if id(submodule) in layer_idx
+    ]
+    if len(layer_idx) < len(layers) or len({idx for _, idx in paths}) < len(layers):
+        raise MisconfigurationException(
+            explain(
+                "configure_blocks: every layer must be a different submodule of the LightningModule",
+                f"{len(layers)} layers, {len({idx for _, idx in paths})} of them found in the module",
+                "register each layer once",
+            )
+        )
+    named = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
+    return {
+        name: next((idx // layers_per_block for path, idx in paths if name.startswith(path)), None) for name, _ in named
+    }
+
+
+def _state_names(module: nn.Module, home_of: Mapping[str, int | None]) -> list[str]:
+    """Return one name per parameter and persistent buffer; refuse a tensor whose names have two homes."""
+    aliases: dict[int, list[str]] = {}
+    for name, tensor in module.state_dict(keep_vars=True).items():
+        # A state dict may hold tensors that are neither, such as the sums of a persistent metric.
+        if isinstance(tensor, Tensor) and name in home_of:
+            aliases.setdefault(id(tensor), []).append(name)
+    for names in aliases.values():
+        if len({home_of[name] for name in names}) > 1:
+            raise MisconfigurationException(
+                explain(
+                    "a parameter must belong to one block only",
+                    "tied " + " = ".join(names),
+                    "untie it: give each block its own copy",
+                )
+            )
+    return [names[0] for names in aliases.values()]
+
+
+def band_table(edges: Sequence[float]) -> list[tuple[int, float, float]]:
+    """Return ``(block_idx, sigma_low, sigma_high)`` per block, for reports."""
+    return [(block_idx, low, high) for block_idx, (high, low) in enumerate(pairwise(edges))]

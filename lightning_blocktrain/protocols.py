@@ -1,0 +1,57 @@
+"""What a LightningModule offers to be trained block by block: the layout and the hooks, as types.
+
+Strategies reach a module only through these names; a module needs no import of ours to provide them.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol, runtime_checkable
+
+from torch import Tensor, nn
+
+Prefix = Literal["none", "frozen"]
+"""May a block's loss run the blocks before it? ``none``: no. ``frozen``: yes, without gradient."""
+
+
+@dataclass(frozen=True)
+class BlockLayout:
+    """Where a module keeps its layers and its readout, and how its blocks relate.
+
+    Args:
+        layers: The layers that are cut into contiguous blocks; everything else is interface.
+        readout: Final norm and unembedding (belongs to the interface here, to the final stage of a pipeline).
+        num_blocks: Number of blocks the module was built for; None leaves the choice to the strategy.
+        prefix: Whether a block's loss may run the blocks before it, see ``Prefix``.
+    """
+
+    layers: nn.ModuleList
+    readout: nn.Module
+    num_blocks: int | None = None
+    prefix: Prefix = "none"
+
+
+@runtime_checkable
+class SupportsBlocks(Protocol):
+    """A module that says how it is cut into blocks."""
+
+    def configure_blocks(self) -> BlockLayout | Mapping[str, Any]:
+        """Return a ``BlockLayout`` or a mapping with its fields (``layers`` and ``readout`` are required)."""
+        ...
+
+
+@runtime_checkable
+class SupportsBlockTraining(SupportsBlocks, Protocol):
+    """A module that ``strategy="blocktrain"`` can train."""
+
+    def block_training_step(self, batch: Any, batch_idx: int, block_idx: int) -> Tensor:
+        """Return a scalar loss whose gradient reaches block ``block_idx`` and the interface only."""
+        ...
+
+
+@runtime_checkable
+class CountsTokens(Protocol):
+    """A module that knows how many target tokens its batch holds."""
+
+    def count_tokens(self, batch: Any) -> int:
+        """Return the number of target tokens in ``batch``."""
+        ...
