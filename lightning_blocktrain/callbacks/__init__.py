@@ -1,0 +1,51 @@
+"""Callbacks, and the one namespace of metric keys.
+
+A key is ``<group>/<name>[/<part>]``: W&B and TensorBoard make a section of each group, CSV a column of each key.
+Units are the last word of a name; a key without one is a count, a ratio or in nats, as said here. ``{b}`` is a
+block index, ``{K}`` a number of draws.
+
+| key | meaning | unit |
+|---|---|---|
+| ``train/loss`` | loss of the training step; block-local under ``strategy="blocktrain"`` | nats per token |
+| ``train/local_ce/block{b}`` | cross entropy of block b's local task; comparable with nothing else | nats per token |
+| ``val/loss`` | loss of the validation step | nats per token |
+| ``val/bits_per_byte`` | held-out code length (``BitsPerToken`` over bytes) | bits per byte |
+| ``val/sweep_ce_k1`` | cross entropy after one sweep over the blocks, one draw | nats per token |
+| ``val/sweep_ce_k16`` | the same, mean probability of 16 draws (``k{K}`` for K) | nats per token |
+| ``val/prior_ce`` | block 0 alone at the highest noise | nats per token |
+| ``val/composition_gain`` | ``prior_ce - sweep_ce``, equal draws and starting noise | nats per token |
+| ``val/leak_accuracy`` | accuracy of reading the target off the noised input at ``sigma_min`` | ratio |
+| ``test/...`` | as ``val/...``, on the test split | |
+| ``throughput/accepted_tokens_per_s`` | tokens of accepted updates per second of training, all workers | tokens/s |
+| ``throughput/worker_tokens_per_s`` | tokens processed per second of training, all workers | tokens/s |
+| ``throughput/steps_per_s`` | Lightning optimizer steps (one of every worker) per second of training | steps/s |
+| ``memory/peak_pss_mib`` | largest simultaneous PSS of the process tree since the start | MiB |
+| ``memory/pss_mib`` | newest PSS of the process tree | MiB |
+| ``memory/anon_mib``, ``memory/file_mib``, ``memory/shmem_mib`` | its parts | MiB |
+| ``memory/peak_uss_mib``, ``memory/uss_mib`` | USS, where there is no PSS | MiB |
+| ``memory/peak_rss_mib``, ``memory/rss_mib`` | RSS, where there is neither; counts shared pages repeatedly | MiB |
+| ``rounds/round`` | rounds finished so far | count |
+| ``rounds/participation`` | expected block workers that were accepted / all of them, this round | ratio |
+| ``rounds/accepted`` | block updates accepted in this round | count |
+| ``rounds/merged`` | blocks that a merge moved in this round | count |
+| ``rounds/late`` | block updates too late for their round, since the previous close | count |
+| ``rounds/missing`` | expected block workers that gave no answer to the round | count |
+| ``rounds/refused/<verdict>`` | block updates refused with this verdict (below) | count |
+| ``rounds/delta_norm/block{b}`` | mean L2 norm of the accepted deltas, 0 without any | norm |
+| ``rounds/merged_delta_norm/block{b}`` | L2 norm of the merged delta, 0 without any | norm |
+| ``rounds/delta_norm/interface``, ``rounds/merged_delta_norm/interface`` | the same | norm |
+| ``rounds/interface/participation`` | accepted interface updates / expected ones, when its round closed | ratio |
+| ``rounds/interface/not_accepted`` | interface updates that were late or refused | count |
+| ``blocktrain/worker_steps`` | inner optimizer steps so far, all workers | count |
+| ``blocktrain/worker_tokens`` | tokens processed so far, all workers | count |
+| ``blocktrain/accepted_tokens`` | tokens of accepted block updates so far | count |
+
+The refusals are ``stale``, ``superseded``, ``duplicate``, ``nonfinite``, ``outlier``, ``malformed`` and
+``unauthorised``; each has its column from the first round on.
+"""
+
+from lightning_blocktrain.callbacks.memory import MemoryMonitor, TreeMemory, tree_memory
+from lightning_blocktrain.callbacks.rounds import ReportsRounds, RoundMonitor
+from lightning_blocktrain.callbacks.throughput import AcceptedThroughput
+
+__all__ = ["AcceptedThroughput", "MemoryMonitor", "ReportsRounds", "RoundMonitor", "TreeMemory", "tree_memory"]
