@@ -1,0 +1,5 @@
+"""The training strategies."""
+
+from lightning_blocktrain.strategies.blocktrain import BlockTrainStrategy
+
+__all__ = ["BlockTrainStrategy"]

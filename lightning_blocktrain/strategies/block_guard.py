@@ -1,0 +1,130 @@
+"""What ``blocktrain`` refuses: unsupported Trainers and modules, and losses that reach beyond their block."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import lightning as L
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from torch import Tensor, nn
+
+from lightning_blocktrain.errors import explain
+from lightning_blocktrain.partition import Partition, as_layout
+from lightning_blocktrain.protocols import BlockLayout, SupportsBlocks, SupportsBlockTraining
+
+HOOKS = {
+    "configure_blocks": ("configure_blocks(self)", 'returns {"layers": self.layers, "readout": self.readout}'),
+    "block_training_step": (
+        "block_training_step(self, batch, batch_idx, block_idx)",
+        "returns a loss that reaches block block_idx and the parameters outside the blocks only",
+    ),
+}
+
+
+def declared_layout(module: L.LightningModule) -> BlockLayout:
+    """Return the layout ``module`` declares.
+
+    Raises:
+        MisconfigurationException: If it lacks a hook, optimises by hand or is compiled as a whole.
+    """
+    for hook, (signature, meaning) in HOOKS.items():
+        if not callable(getattr(module, hook, None)):
+            rule = f"strategy='blocktrain' needs a LightningModule with {signature}, which {meaning}"
+            raise MisconfigurationException(explain(rule, f"{type(module).__name__} without {hook}", "define it"))
+    assert isinstance(module, SupportsBlocks) and isinstance(module, SupportsBlockTraining)
+    if not module.automatic_optimization:
+        rule = "blocktrain needs automatic optimization: every worker takes its own optimizer step"
+        raise MisconfigurationException(explain(rule, "automatic_optimization=False", "remove that line"))
+    if getattr(module, "_compiler_ctx", None) is not None:
+        rule = "blocktrain cannot train a LightningModule that was compiled as a whole"
+        fix = "compile the layers instead: torch.compile each entry of the ModuleList"
+        raise MisconfigurationException(explain(rule, "torch.compile(module)", fix))
+    return as_layout(module.configure_blocks())
+
+
+def refuse_topology(devices: int, num_nodes: int, sync_batchnorm: bool) -> None:
+    """Refuse what the Trainer was built with, if one process with simulated workers cannot honour it.
+
+    Raises:
+        MisconfigurationException: For more than one device or node, or synchronised batch norm.
+    """
+    if devices > 1 or num_nodes > 1:
+        rule = "blocktrain simulates its workers in one process: devices and num_nodes must be 1"
+        fix = "use devices=1 and set the workers with num_blocks and replicas"
+        raise MisconfigurationException(explain(rule, f"devices={devices}, num_nodes={num_nodes}", fix))
+    if sync_batchnorm:
+        rule = "blocktrain has no synchronised batch norm: workers do not meet inside a step"
+        raise MisconfigurationException(explain(rule, "sync_batchnorm=True", "use sync_batchnorm=False"))
+
+
+class BlockGuard:
+    """Watches each block-local loss: it may not run, or send gradient into, another block.
+
+    Args:
+        partition: The module's partition.
+        tensors: The tensors that workers train, by name.
+    """
+
+    def __init__(self, partition: Partition, tensors: Mapping[str, Tensor]) -> None:
+        self._partition = partition
+        self._block_idx: int | None = None
+        self._checked: set[int] = set()
+        interface = [tensors[n] for n in partition.interface_names if n in tensors]
+        self._block_tensors = [{n: tensors[n] for n in names if n in tensors} for names in partition.block_names]
+        self._trained = [[*block.values(), *interface] for block in self._block_tensors]
+        self._handles = [
+            layer.register_forward_hook(self._hook(block_idx, f"layers of block {block_idx}"))
+            for block_idx, layers in enumerate(partition.blocks)
+            for layer in layers
+        ]
+
+    @contextmanager
+    def watch(self, block_idx: int) -> Iterator[None]:
+        """Hold the code inside to the rules of block ``block_idx``'s loss."""
+        self._block_idx = block_idx
+        try:
+            yield
+        finally:
+            self._block_idx = None
+
+    def gradients(self, block_idx: int) -> list[Tensor]:
+        """Return the gradients of block ``block_idx``'s loss.
+
+        Raises:
+            MisconfigurationException: If, after the block's first loss, a parameter of it has no gradient.
+        """
+        if block_idx not in self._checked:
+            self._checked.add(block_idx)
+            missing = [n for n, t in self._block_tensors[block_idx].items() if t.requires_grad and t.grad is None]
+            if missing:
+                rule = f"block_training_step must train every parameter of block {block_idx}"
+                fix = "run the block's layers in its loss, or set requires_grad=False before the fit"
+                raise MisconfigurationException(explain(rule, "no gradient in " + ", ".join(missing), fix))
+        return [tensor.grad for tensor in self._trained[block_idx] if tensor.grad is not None]
+
+    def remove(self) -> None:
+        """Take the hooks off the layers."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+    def _hook(self, owner_idx: int, owner: str) -> Any:
+        def hook(layer: nn.Module, args: Any, output: Any) -> None:
+            if self._block_idx is None or self._block_idx == owner_idx:
+                return
+            block_idx, prefix = self._block_idx, self._partition.layout.prefix
+            if prefix == "none" or owner_idx > block_idx:
+                rule = f"with prefix='{prefix}' the loss of block {block_idx} may not run the {owner}"
+                fix = 'run its own layers only, or declare prefix="frozen" to read the blocks before it'
+                raise MisconfigurationException(explain(rule, f"a call of {type(layer).__name__}", fix))
+            hidden = output[0] if isinstance(output, tuple) else output
+            if torch.is_grad_enabled() and hidden.requires_grad:
+                hidden.register_hook(lambda grad: _refuse_gradient(block_idx, owner))
+
+        return hook
+
+
+def _refuse_gradient(block_idx: int, owner: str) -> None:
+    rule = f"the loss of block {block_idx} may not send gradient into the {owner}"
+    raise MisconfigurationException(explain(rule, "a backward pass that reached it", "run it under torch.no_grad()"))

@@ -1,0 +1,461 @@
+"""``Trainer(strategy="blocktrain")``: every block of a model is trained by other workers, on a block-local loss.
+
+Owns the Lightning hooks and nothing else: the workers' tensors are ``workers``', the batches ``worker_batches``', the
+rounds the coordinator's, the checkpoint form ``block_checkpoint``'s.
+
+In one process the workers are simulated: one Lightning step is one inner optimizer step of *every* worker, and every
+``sync_every`` steps each worker's replica goes to the coordinator's ledger, which merges per block what arrived before
+the deadline on a virtual clock.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Literal, cast
+
+import lightning as L
+import torch
+from lightning.fabric.plugins import CheckpointIO
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.fabric.utilities.types import _PATH
+from lightning.pytorch.accelerators import Accelerator
+from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.strategies import SingleDeviceStrategy
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.types import STEP_OUTPUT
+from lightning_utilities.core.apply_func import apply_to_collection
+from lightning_utilities.core.rank_zero import rank_zero_warn
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_blocktrain.coordinator import (
+    NetworkModel,
+    SimulatedCoordinator,
+    WorkerRound,
+    preset_network,
+    update_bytes_of,
+)
+from lightning_blocktrain.errors import NonFiniteError, explain
+from lightning_blocktrain.metrics import count_tokens
+from lightning_blocktrain.partition import Partition, partition
+from lightning_blocktrain.protocols import SupportsBlockTraining
+from lightning_blocktrain.rounds import INTERFACE, OuterSGD, RoundReport, RoundRules, block_entry
+from lightning_blocktrain.strategies import block_checkpoint
+from lightning_blocktrain.strategies.block_guard import BlockGuard, declared_layout, refuse_topology
+from lightning_blocktrain.strategies.worker_batches import WorkerBatches, WorkerBatchLoader, batch_of
+from lightning_blocktrain.strategies.workers import InnerState, SimulatedWorkers, Worker, fp32
+
+
+class BlockTrainStrategy(SingleDeviceStrategy):
+    """Block-replica averaging with deadline acceptance.
+
+    ``num_blocks * replicas`` workers train in this process, worker w on block ``w mod num_blocks``. Between batches
+    (validation, checkpoints, your callbacks) the module holds the merged masters.
+
+    Args:
+        num_blocks: B; None: the module's own number, else the largest divisor of its layers up to 4.
+        replicas: Workers per block.
+        sync_every: Inner steps per round.
+        deadline_s: Seconds (virtual) after which a round closes without the updates that are still under way.
+        network: ``lockstep``, ``mild`` (90 % of the updates in time), ``wan`` (42 %), ``offline`` (none), or a
+            ``NetworkModel`` with one link per worker.
+        outer_optimizer: What turns the merged replicas into the next master; None: their plain mean.
+        interface_every: Rounds between two merges of the interface (everything outside the blocks).
+        inner_state: What becomes of a worker's optimizer state after a merge: ``keep``, ``reset``, or ``average``
+            over the replicas of its block.
+        min_replicas: A round that accepted fewer leaves the master as it is.
+        merge: ``mean`` or ``trimmed_mean``.
+        weighting: Replicas count alike (``uniform``) or by their ``tokens``.
+        trim_frac: Share of the replicas that the trimmed mean drops at each end.
+        clip_norm: Longest update a replica may send, L2; None: any.
+        outlier_factor: Updates longer than this times the median of the last accepted ones are refused; None: never.
+        accelerator: As Lightning passes it.
+        checkpoint_io: As Lightning passes it.
+        precision_plugin: As Lightning passes it.
+
+    Raises:
+        ValueError: If an argument is out of range.
+
+    Source: BlockTrain (arXiv 2606.24722).
+    """
+
+    strategy_name = "blocktrain"
+
+    def __init__(
+        self,
+        num_blocks: int | None = None,
+        replicas: int = 1,
+        sync_every: int = 20,
+        deadline_s: float = 60.0,
+        network: str | NetworkModel = "lockstep",
+        outer_optimizer: OuterSGD | None = None,
+        interface_every: int = 1,
+        inner_state: InnerState = "keep",
+        min_replicas: int = 1,
+        merge: Literal["mean", "trimmed_mean"] = "mean",
+        weighting: Literal["uniform", "tokens"] = "uniform",
+        trim_frac: float = 0.1,
+        clip_norm: float | None = None,
+        outlier_factor: float | None = None,
+        accelerator: Accelerator | None = None,
+        checkpoint_io: CheckpointIO | None = None,
+        precision_plugin: Precision | None = None,
+    ) -> None:
+        super().__init__(accelerator=accelerator, checkpoint_io=checkpoint_io, precision_plugin=precision_plugin)
+        counts = {"num_blocks": num_blocks or 1, "replicas": replicas, "sync_every": sync_every}
+        for name, value in {**counts, "interface_every": interface_every}.items():
+            if value < 1:
+                raise ValueError(explain(f"{name} must be at least 1", f"{name}={value}", "use 1 or more"))
+        if inner_state not in ("keep", "reset", "average"):
+            rule = "inner_state must be 'keep', 'reset' or 'average'"
+            raise ValueError(explain(rule, f"inner_state={inner_state!r}", "choose one"))
+        self.rules = RoundRules(
+            deadline_s=deadline_s,
+            min_replicas=min_replicas,
+            weighting=weighting,
+            merge=merge,
+            trim_frac=trim_frac,
+            clip_norm=clip_norm,
+            outlier_factor=outlier_factor,
+        )
+        if isinstance(network, str):
+            preset_network(network, 1, deadline_s, sync_every, 1)  # an unknown name is an error here, not in setup
+        self.num_blocks = num_blocks
+        self.replicas = replicas
+        self.sync_every = sync_every
+        self.network = network
+        self.outer_optimizer = outer_optimizer or OuterSGD()
+        self.interface_every = interface_every
+        self.inner_state = inner_state
+        self.parallel_devices: list[torch.device] = []
+        self.num_nodes = 1
+        self._layer_sync: object | None = None
+        self._partition: Partition | None = None
+        self._workers: SimulatedWorkers | None = None
+        self._coordinator: SimulatedCoordinator | None = None
+        self._guard: BlockGuard | None = None
+        self._acting: Worker | None = None
+        self._process_stream: Tensor | None = None
+        self._loaders: list[WorkerBatchLoader] = []
+        self._loader_states: list[dict[str, Any]] = []
+        self._steps_in_round = 0
+        self.round_reports: Sequence[RoundReport] = ()
+        self.num_rounds_closed = 0
+        self.worker_steps = 0
+        self.worker_tokens = 0
+        self.accepted_tokens = 0
+
+    # What Lightning asks before it starts.
+
+    @property
+    @override
+    def root_device(self) -> torch.device:
+        """The one device on which all workers are simulated."""
+        return self.parallel_devices[0] if self.parallel_devices else self._root_device
+
+    @property
+    def is_distributed(self) -> bool:
+        """Whether there is more than one process; the Tuner and the samplers ask."""
+        return self.world_size > 1
+
+    @property
+    @override
+    def handles_gradient_accumulation(self) -> bool:
+        """True: every batch comes to ``optimizer_step``, since every worker accumulates its own gradients."""
+        return True
+
+    @property
+    def num_workers(self) -> int:
+        """W, the number of simulated workers; known from ``setup`` on."""
+        assert self._partition is not None
+        return self._partition.num_blocks * self.replicas
+
+    def set_world_ranks(self) -> None:
+        """Refuse a topology that one process cannot honour; Lightning calls this as the Trainer is built."""
+        refuse_topology(len(self.parallel_devices), self.num_nodes, self._layer_sync is not None)
+
+    @override
+    def setup(self, trainer: L.Trainer) -> None:
+        """Cut the module into blocks and build the workers and the coordinator; refuse what cannot work."""
+        assert self.lightning_module is not None
+        fitting = trainer.state.fn == TrainerFn.FITTING
+        if fitting:
+            # Before the optimizer: its schedule may ask for the number of steps, and so for the dealt train loader.
+            module = self.lightning_module
+            self._partition = partition(module, declared_layout(module), self.num_blocks)
+            self._loaders, self._loader_states = [], []
+        super().setup(trainer)
+        if fitting:
+            if len(self.optimizers) != 1:
+                got = f"configure_optimizers gave {len(self.optimizers)}"
+                rule = "blocktrain needs exactly one automatic optimizer"
+                raise MisconfigurationException(explain(rule, got, "put all parameters into one"))
+            self._setup_workers(trainer)
+
+    def _setup_workers(self, trainer: L.Trainer) -> None:
+        assert self.lightning_module is not None and self._partition is not None
+        seed = torch.initial_seed() % 2**63
+        self._workers = workers = SimulatedWorkers(self.lightning_module, self._partition, self.replicas, seed)
+        masters = {block_entry(b): _pick(workers.merged, names) for b, names in enumerate(workers.block_names)}
+        if workers.interface_names:
+            masters[INTERFACE] = _pick(workers.merged, workers.interface_names)
+        self._coordinator = SimulatedCoordinator(
+            masters,
+            block_of_worker=[worker.block_idx for worker in workers.workers],
+            rules=self.rules,
+            make_outer=lambda: self.outer_optimizer,
+            network=self._network_of(masters),
+            seed=seed,
+            interface_every=self.interface_every,
+        )
+        self._guard = BlockGuard(self._partition, workers.tensors)
+        self._steps_in_round = self.num_rounds_closed = 0
+        self.worker_steps = self.worker_tokens = self.accepted_tokens = 0
+        self.round_reports = ()
+        interval = trainer.val_check_interval
+        if isinstance(interval, int) and interval % self.sync_every and trainer.enable_validation:
+            rank_zero_warn(
+                f"val_check_interval={interval} is not a multiple of sync_every={self.sync_every}: validation will "
+                "see the masters of the last closed round, not the newest steps."
+            )
+
+    def _network_of(self, masters: Mapping[str, Mapping[str, Tensor]]) -> NetworkModel:
+        """Return the network model; a preset is calibrated to the deadline and to the largest worker's bytes."""
+        if isinstance(self.network, NetworkModel):
+            return self.network
+        num_bytes = max(update_bytes_of(masters, b) for b in range(len(masters) - (INTERFACE in masters)))
+        return preset_network(self.network, self.num_workers, self.rules.deadline_s, self.sync_every, num_bytes)
+
+    @override
+    def process_dataloader(self, dataloader: Any) -> Any:
+        """Deal the train loader's batches out to the workers; leave the other loaders alone."""
+        assert self.lightning_module is not None
+        trainer = self.lightning_module.trainer
+        if not trainer.training or self._partition is None:
+            return dataloader
+        progress: Any = trainer.fit_loop.epoch_loop.batch_progress
+        loader = WorkerBatchLoader(
+            dataloader, self.num_workers, lambda: 0 if progress.is_last_batch else progress.current.processed
+        )
+        self._loaders.append(loader)
+        if self._loader_states:
+            loader.load_state_dict(self._loader_states.pop(0))
+        return loader
+
+    @override
+    def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
+        """Move one batch, or each worker's batch on its own, so that the module's transfer hooks see single ones."""
+        if not _is_dealt(batch):
+            return super().batch_to_device(batch, device, dataloader_idx)
+        move = super().batch_to_device
+        return WorkerBatches(move(batch_of(batch, w), device, dataloader_idx) for w in range(self.num_workers))
+
+    # One step.
+
+    @override
+    def optimizer_step(
+        self,
+        optimizer: Optimizer,
+        closure: Callable[[], Any],
+        model: L.LightningModule | nn.Module | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Take one inner step for every worker, then close the round if it is due."""
+        assert self._workers is not None and self.lightning_module is not None
+        loop = self.lightning_module.trainer.fit_loop
+        accumulates = loop._should_accumulate()
+        for worker in self._workers.workers:
+            self._acting = worker
+            try:
+                with self._workers.acting(worker, optimizer):
+                    checked = self._checked(closure, worker)
+                    result = checked() if accumulates else super().optimizer_step(optimizer, checked, model, **kwargs)
+            finally:
+                self._acting = None
+            if not accumulates:
+                worker.num_steps += 1
+                self.worker_steps += 1
+        if not accumulates:
+            self._steps_in_round += 1
+            final = _is_last_step(self.lightning_module.trainer)
+            if final or self._steps_in_round == self.sync_every:
+                self._finish_round(final)
+        return result
+
+    @override
+    def training_step(self, dealt: Any, batch_idx: int, *args: Any) -> STEP_OUTPUT:
+        """Return the acting worker's block-local loss on its own batch."""
+        worker, guard, module = self._acting, self._guard, self.lightning_module
+        assert worker is not None and guard is not None and module is not None
+        batch = batch_of(dealt, worker.worker_id)
+        tokens = count_tokens(module, batch)
+        worker.num_tokens += tokens
+        self.worker_tokens += tokens
+        with self.precision_plugin.train_step_context(), guard.watch(worker.block_idx):
+            output = cast(SupportsBlockTraining, module).block_training_step(batch, batch_idx, worker.block_idx)
+        loss = output["loss"] if isinstance(output, Mapping) else output
+        if isinstance(loss, Tensor) and not torch.isfinite(loss).all():
+            raise NonFiniteError(self._non_finite("the loss", f"loss={float(loss):g}", worker))
+        return output
+
+    def _checked(self, closure: Callable[[], Any], worker: Worker) -> Callable[[], Any]:
+        """Return ``closure`` followed by checks of the gradients, which stop the step before the update."""
+
+        def run() -> Any:
+            assert self._workers is not None and self._guard is not None
+            result = closure()
+            gradients = self._guard.gradients(worker.block_idx)
+            if getattr(self.precision_plugin, "scaler", None) is None:
+                norm = torch.nn.utils.get_total_norm(gradients)
+                if not torch.isfinite(norm):
+                    raise NonFiniteError(self._non_finite("the gradient", f"norm={float(norm):g}", worker))
+            return result
+
+        return run
+
+    def _non_finite(self, what: str, got: str, worker: Worker) -> str:
+        assert self.lightning_module is not None
+        step = self.lightning_module.trainer.global_step
+        where = f"{got} at step {step}, block {worker.block_idx}, worker {worker.worker_id}"
+        return explain(f"{what} must be finite", where, "no update was made; lower the learning rate or clip")
+
+    # One round.
+
+    def _finish_round(self, final: bool = False) -> None:
+        """Send every worker's replica to the coordinator, show the new masters and let the workers fetch them."""
+        workers, coordinator = self._workers, self._coordinator
+        assert workers is not None and coordinator is not None
+        share_interface = coordinator.interface_due(final)
+        updates = [self._update_of(worker, share_interface) for worker in workers.workers]
+        outcome = coordinator.finish_round(updates, final=final)
+        for report in outcome.reports:
+            workers.load_masters(coordinator.masters[report.entry])
+        for worker in workers.workers:
+            workers.fetch(worker, workers.block_names[worker.block_idx])
+            worker.num_steps = worker.num_tokens = 0
+            if share_interface:
+                workers.fetch(worker, workers.interface_names)
+        workers.renew_optimizer_states(self.inner_state, share_interface)
+        self._steps_in_round = 0
+        self.num_rounds_closed += 1
+        self.round_reports = outcome.reports
+        self.accepted_tokens = coordinator.accepted_tokens
+
+    def _update_of(self, worker: Worker, share_interface: bool) -> WorkerRound:
+        assert self._workers is not None
+        block = _pick(worker.local, self._workers.block_names[worker.block_idx])
+        interface = _pick(worker.local, self._workers.interface_names) if share_interface else None
+        return WorkerRound(
+            worker_id=worker.worker_id,
+            num_steps=worker.num_steps,
+            num_tokens=worker.num_tokens,
+            block_params=block,
+            interface_params=interface,
+        )
+
+    @override
+    def on_train_end(self) -> None:
+        """Merge what a run that was stopped inside a round has not merged yet; deliver what is under way."""
+        if self._coordinator is not None:
+            if self._steps_in_round:
+                self._finish_round(final=True)
+            self._coordinator.flush()
+
+    # Checkpoints.
+
+    @override
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """Return a plain optimizer state (one worker's per parameter), which any strategy can load."""
+        if self._workers is None:
+            return super().optimizer_state(optimizer)
+        return block_checkpoint.plain_optimizer_state(self._workers, optimizer)
+
+    @override
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any | None = None) -> None:
+        """Add every worker's own state and the coordinator's to a full checkpoint, and write it."""
+        if self._workers is not None and "optimizer_states" in checkpoint:
+            assert self._coordinator is not None
+            checkpoint[block_checkpoint.KEY] = {
+                "shape": self._shape(),
+                "counters": {
+                    "steps_in_round": self._steps_in_round,
+                    "num_rounds_closed": self.num_rounds_closed,
+                    "worker_steps": self.worker_steps,
+                    "worker_tokens": self.worker_tokens,
+                },
+                "coordinator": self._coordinator.state_dict(),
+                "workers": block_checkpoint.worker_states(self._workers),
+                # Taken out of Lightning's own place: another strategy's loaders could not take them.
+                "loaders": checkpoint["loops"]["fit_loop"]["state_dict"].pop("combined_loader", []),
+            }
+        super().save_checkpoint(checkpoint, filepath, storage_options)
+
+    @override
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Resume every worker; from another strategy's checkpoint each worker starts with its share of the state."""
+        assert self._workers is not None and self._coordinator is not None
+        if block_checkpoint.KEY not in checkpoint:
+            super().load_optimizer_state_dict(checkpoint)
+            block_checkpoint.share_plain_state(self._workers, self.optimizers[0])
+            return
+        saved = checkpoint[block_checkpoint.KEY]
+        block_checkpoint.refuse_other_shape(saved["shape"], self._shape())
+        groups = checkpoint["optimizer_states"][0]["param_groups"]
+        block_checkpoint.load_worker_states(self._workers, self.optimizers[0], groups, saved["workers"])
+        self._coordinator.load_state_dict(saved["coordinator"])
+        counters = saved["counters"]
+        self._steps_in_round = counters["steps_in_round"]
+        self.num_rounds_closed = counters["num_rounds_closed"]
+        self.worker_steps = counters["worker_steps"]
+        self.worker_tokens = counters["worker_tokens"]
+        self.accepted_tokens = self._coordinator.accepted_tokens
+        self._process_stream = saved["workers"]["process_stream"]
+        self._loader_states = list(saved["loaders"])
+        for loader in self._loaders:
+            loader.load_state_dict(self._loader_states.pop(0))
+
+    def _shape(self) -> dict[str, Any]:
+        """Return what a checkpoint must agree in to be resumed."""
+        assert self._partition is not None
+        return {
+            "num_blocks": self._partition.num_blocks,
+            "num_layers": len(self._partition.layout.layers),
+            "replicas": self.replicas,
+            "sync_every": self.sync_every,
+            "interface_every": self.interface_every,
+        }
+
+    @override
+    def on_train_start(self) -> None:
+        """Continue the process's random stream where the checkpoint left it."""
+        if self._process_stream is not None:
+            torch.set_rng_state(self._process_stream)
+            self._process_stream = None
+
+    @override
+    def teardown(self) -> None:
+        """Give the module back as it came, with the merged masters; safe to call twice or before ``connect``."""
+        if self._guard is not None:
+            self._guard.remove()
+        self._guard = self._workers = self._coordinator = self._partition = None
+        super().teardown()
+
+
+def _pick(tensors: Mapping[str, Tensor], names: Iterable[str]) -> dict[str, Tensor]:
+    """Return fp32 copies of the named tensors."""
+    return fp32({name: tensors[name] for name in names})
+
+
+def _is_dealt(batch: Any) -> bool:
+    """Return whether ``batch`` holds one batch per worker."""
+    found: list[bool] = []
+    apply_to_collection(batch, WorkerBatches, lambda _: found.append(True))
+    return bool(found)
+
+
+def _is_last_step(trainer: L.Trainer) -> bool:
+    """Return whether the step being taken is the last that the Trainer's limits allow."""
+    step = trainer.global_step + 1
+    if trainer.max_steps != -1 and step >= trainer.max_steps:
+        return True
+    last_epoch = trainer.max_epochs is not None and 0 < trainer.max_epochs <= trainer.current_epoch + 1
+    return last_epoch and trainer.fit_loop.epoch_loop.batch_progress.is_last_batch

@@ -1,0 +1,195 @@
+"""Simulated workers: what each of them owns, and how one live module acts for all of them in turn.
+
+A worker owns its replica of one block, its copy of the interface, their optimizer state, gradients and a random
+stream. To act for a worker, the module's tensors are rebound to the worker's storage; nothing is copied. Between
+batches the module's tensors are the merged masters.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_blocktrain.partition import Partition
+
+InnerState = Literal["keep", "reset", "average"]
+OptimizerState = defaultdict[Tensor, dict[str, Any]]
+
+
+@dataclass
+class Worker:
+    """One simulated worker.
+
+    Args:
+        worker_id: 0 .. W - 1; also the place of its batch in a dealt group.
+        block_idx: The block it trains.
+        local: Its block replica and interface copy by tensor name.
+        random_state: State of its random stream; None: worker 0 draws from the process's own stream, so that one
+            worker is the same run as plain training.
+        gradients: Gradients kept between accumulation steps.
+        optimizer_state: The inner optimizer's state, by the module's parameters.
+        num_steps: Inner steps since the round began.
+        num_tokens: Target tokens since the round began.
+    """
+
+    worker_id: int
+    block_idx: int
+    local: dict[str, Tensor]
+    random_state: Tensor | None
+    gradients: dict[str, Tensor] = field(default_factory=dict)
+    optimizer_state: OptimizerState = field(default_factory=lambda: defaultdict(dict))
+    num_steps: int = 0
+    num_tokens: int = 0
+
+
+class SimulatedWorkers:
+    """All workers of a run in front of one live module.
+
+    Worker w trains block ``w mod num_blocks``.
+
+    Args:
+        module: The live module; holds the masters whenever no worker acts.
+        partition: Its partition.
+        replicas: Workers per block.
+        seed: Seed of the random streams of the workers after the first.
+    """
+
+    def __init__(self, module: nn.Module, partition: Partition, replicas: int, seed: int) -> None:
+        self.partition = partition
+        self.tensors = _trained_tensors(module, partition)
+        self.merged = {name: tensor.detach().clone() for name, tensor in self.tensors.items()}
+        self._trainable = {name for name, tensor in self.tensors.items() if tensor.requires_grad}
+        names = [*partition.interface_names, *(name for block in partition.block_names for name in block)]
+        self.interface_names = [n for n in partition.interface_names if n in self.tensors]
+        self.block_names = [[n for n in block if n in self.tensors] for block in partition.block_names]
+        assert set(self.tensors) <= set(names)
+        self.workers = [self._new_worker(w, seed) for w in range(partition.num_blocks * replicas)]
+        self.show_merged()
+
+    def _new_worker(self, worker_id: int, seed: int) -> Worker:
+        block_idx = worker_id % self.partition.num_blocks
+        local = {n: self.merged[n].clone() for n in (*self.block_names[block_idx], *self.interface_names)}
+        stream = torch.Generator().manual_seed((seed + 0x9E3779B97F4A7C15 * worker_id) % 2**63)
+        return Worker(worker_id, block_idx, local, stream.get_state() if worker_id else None)
+
+    @contextmanager
+    def acting(self, worker: Worker, optimizer: Optimizer) -> Iterator[None]:
+        """Rebind the module and the optimizer to ``worker``'s storage, gradients, state and random stream."""
+        for name, tensor in self.tensors.items():
+            mine = name in worker.local
+            tensor.requires_grad_(mine and name in self._trainable)
+            if mine:
+                tensor.data = worker.local[name]
+                tensor.grad = worker.gradients.get(name)
+        optimizer.state = worker.optimizer_state
+        try:
+            with _random_stream(worker):
+                yield
+            self._keep(worker)
+        finally:
+            optimizer.state = defaultdict(dict)
+            self.show_merged()
+
+    def _keep(self, worker: Worker) -> None:
+        """Read the worker's tensors back: an optimizer or the user's code may have rebound them."""
+        worker.local = {name: self.tensors[name].data for name in worker.local}
+        gradients = {name: self.tensors[name].grad for name in worker.local}
+        worker.gradients = {name: grad for name, grad in gradients.items() if grad is not None}
+
+    def show_merged(self) -> None:
+        """Rebind the module to the merged masters, without gradients and with its own ``requires_grad`` flags."""
+        for name, tensor in self.tensors.items():
+            tensor.data = self.merged[name]
+            tensor.grad = None
+            tensor.requires_grad_(name in self._trainable)
+
+    def load_masters(self, masters: Mapping[str, Tensor]) -> None:
+        """Copy merged masters (fp32) into the module's storage and dtype."""
+        for name, master in masters.items():
+            self.merged[name].copy_(master)
+
+    def fetch(self, worker: Worker, names: Sequence[str]) -> None:
+        """Start ``worker`` from the masters of ``names``; its optimizer state stays."""
+        for name in names:
+            worker.local[name].copy_(self.merged[name])
+
+    def renew_optimizer_states(self, rule: InnerState, interface_too: bool) -> None:
+        """Keep, reset or average the optimizer state of what was just merged.
+
+        Averaged over the replicas of a block, and over all workers for the interface.
+        """
+        if rule == "keep":
+            return
+        groups = [(names, self._replicas_of(b)) for b, names in enumerate(self.block_names)]
+        if interface_too:
+            groups.append((self.interface_names, self.workers))
+        for names, members in groups:
+            for tensor in (self.tensors[name] for name in names):
+                states = [w.optimizer_state[tensor] for w in members if tensor in w.optimizer_state]
+                if rule == "average":
+                    _average_in_place(states)
+                else:
+                    for worker in members:
+                        worker.optimizer_state.pop(tensor, None)
+
+    def _replicas_of(self, block_idx: int) -> list[Worker]:
+        return [worker for worker in self.workers if worker.block_idx == block_idx]
+
+    def named_state(self, worker: Worker) -> dict[str, dict[str, Any]]:
+        """Return ``worker``'s optimizer state by parameter name."""
+        names = {tensor: name for name, tensor in self.tensors.items()}
+        return {names[tensor]: state for tensor, state in worker.optimizer_state.items() if tensor in names}
+
+    def first_state(self) -> OptimizerState:
+        """Return one optimizer state per parameter: that of the first worker that trains it."""
+        merged: OptimizerState = defaultdict(dict)
+        for worker in reversed(self.workers):
+            merged.update(worker.optimizer_state)
+        return merged
+
+
+def _average_in_place(states: Sequence[dict[str, Any]]) -> None:
+    """Set every floating tensor of the replicas' states to their mean; step counts stay."""
+    for key in states[0] if states else ():
+        values = [state[key] for state in states if isinstance(state.get(key), Tensor)]
+        if key != "step" and len(values) == len(states) and values[0].is_floating_point():
+            mean = torch.stack(values).mean(0)
+            for value in values:
+                value.copy_(mean)
+
+
+def fp32(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return copies of ``tensors``, floating ones in float32, as the ledger wants them."""
+    return {
+        name: tensor.detach().to(torch.float32 if tensor.is_floating_point() else tensor.dtype, copy=True)
+        for name, tensor in tensors.items()
+    }
+
+
+def _trained_tensors(module: nn.Module, partition: Partition) -> dict[str, Tensor]:
+    """Return what workers train and merge: trainable parameters and persistent buffers, by name."""
+    every = {*partition.interface_names, *(name for block in partition.block_names for name in block)}
+    parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
+    buffers = dict(module.named_buffers())
+    return {name: tensor for name, tensor in {**parameters, **buffers}.items() if name in every}
+
+
+@contextmanager
+def _random_stream(worker: Worker) -> Iterator[None]:
+    """Let ``worker`` draw from its own stream; worker 0 draws from the process's."""
+    if worker.random_state is None:
+        yield
+        return
+    devices = list(range(torch.cuda.device_count())) if torch.cuda.is_available() else []
+    with torch.random.fork_rng(devices):
+        torch.set_rng_state(worker.random_state)
+        for device in devices:
+            # Derived from the CPU stream, so that one tensor is the whole state.
+            torch.cuda.default_generators[device].manual_seed(int(torch.randint(2**62, ())))
+        yield
+        worker.random_state = torch.get_rng_state()

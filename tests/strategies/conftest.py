@@ -1,0 +1,113 @@
+"""A small causal model with a random part, its data, and a Trainer that prints nothing."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import lightning_blocktrain  # noqa: F401
+
+
+class Residual(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.tanh(self.linear(x))
+
+
+class UserModule(L.LightningModule):
+    """A user's module with the contract: plain dict layout, every block reads the embedded input alone."""
+
+    def __init__(self, num_layers: int = 4, width: int = 6, lr: float = 0.05, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+        self.embed = nn.Embedding(16, width)
+        self.layers = nn.ModuleList(Residual(width) for _ in range(num_layers))
+        self.readout = nn.Linear(width, 16)
+        self.dropout = dropout
+        self.lr = lr
+
+    def configure_blocks(self) -> Mapping[str, Any]:
+        return {"layers": self.layers, "readout": self.readout}
+
+    def _loss(self, batch: list[Tensor], layers: nn.ModuleList) -> Tensor:
+        inputs, targets = batch
+        hidden = F.dropout(self.embed(inputs), self.dropout, self.training)
+        for layer in layers:
+            hidden = layer(hidden)
+        return F.cross_entropy(self.readout(hidden).flatten(0, -2), targets.flatten())
+
+    def block_training_step(self, batch: list[Tensor], batch_idx: int, block_idx: int) -> Tensor:
+        size = len(self.layers) // self.hparams.get("blocks", 2)
+        loss = self._loss(batch, self.layers[block_idx * size : (block_idx + 1) * size])
+        self.log("local", loss)
+        return loss
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        return self._loss(batch, self.layers)
+
+    def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        self.log("val_loss", self._loss(batch, self.layers))
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=self.lr)
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": {
+                "scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.8),
+                "interval": "step",
+            },
+        }
+
+
+class OneBlock(UserModule):
+    """The same with all layers in one block, so that the block loss is the whole model's."""
+
+    def configure_blocks(self) -> Mapping[str, Any]:
+        return {"layers": self.layers, "readout": self.readout, "num_blocks": 1}
+
+    def block_training_step(self, batch: list[Tensor], batch_idx: int, block_idx: int) -> Tensor:
+        return self.training_step(batch, batch_idx)
+
+
+class TwoBlocks(UserModule):
+    """Four layers in two blocks."""
+
+    def configure_blocks(self) -> Mapping[str, Any]:
+        return {"layers": self.layers, "readout": self.readout, "num_blocks": 2}
+
+
+def tokens(num_sequences: int = 48, length: int = 5, seed: int = 0) -> TensorDataset:
+    text = torch.randint(16, (num_sequences, length + 1), generator=torch.Generator().manual_seed(seed))
+    return TensorDataset(text[:, :-1], text[:, 1:])
+
+
+def loader(num_sequences: int = 48, batch_size: int = 2, shuffle: bool = True) -> DataLoader[Any]:
+    return DataLoader(tokens(num_sequences), batch_size=batch_size, shuffle=shuffle)
+
+
+@pytest.fixture
+def make_trainer(tmp_path) -> Callable[..., L.Trainer]:
+    def make(strategy: Any = "blocktrain", **options: Any) -> L.Trainer:
+        quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+        defaults = {**quiet, "accelerator": "cpu", "max_epochs": 1, "default_root_dir": tmp_path}
+        return L.Trainer(strategy=strategy, **{**defaults, "enable_checkpointing": False, **options})
+
+    return make
+
+
+def weights(module: nn.Module) -> dict[str, Tensor]:
+    return {name: tensor.detach().clone() for name, tensor in module.state_dict().items()}
+
+
+def assert_same(left: Mapping[str, Tensor], right: Mapping[str, Tensor]) -> None:
+    assert left.keys() == right.keys()
+    differing = [name for name in left if not torch.equal(left[name], right[name])]
+    assert not differing
