@@ -234,8 +234,7 @@ class SimulatedCoordinator:
         for timeline in self._timelines.values():
             while timeline.arrivals:
                 arrival = heapq.heappop(timeline.arrivals)
-                # The interface's clock may have jumped past what was under way.
-                timeline.now_s = max(timeline.now_s, arrival.arrives_at)
+                timeline.now_s = arrival.arrives_at
                 self._deliver(timeline, arrival, {}, receipts)
         return self._outcome([], receipts)
 
