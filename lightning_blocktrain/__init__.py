@@ -3,9 +3,33 @@
 ``import lightning_blocktrain`` registers ``Trainer(strategy="blocktrain")`` and starts nothing else.
 """
 
+from lightning_blocktrain.callbacks import AcceptedThroughput, MemoryMonitor, RoundMonitor
+from lightning_blocktrain.callbacks.sweep_eval import SweepEvaluation, SweepReport, evaluate_sweep
+from lightning_blocktrain.coordinator import NetworkModel, WorkerLink
+from lightning_blocktrain.data import ByteDataModule
+from lightning_blocktrain.metrics import BitsPerToken
+from lightning_blocktrain.models import ByteTransformer, DiffusionBlocks
+from lightning_blocktrain.protocols import BlockLayout
 from lightning_blocktrain.registration import register_strategies
+from lightning_blocktrain.rounds import OuterSGD
 from lightning_blocktrain.strategies import BlockTrainStrategy
 
 register_strategies()
 
-__all__ = ["BlockTrainStrategy"]
+__all__ = [
+    "AcceptedThroughput",
+    "BitsPerToken",
+    "BlockLayout",
+    "BlockTrainStrategy",
+    "ByteDataModule",
+    "ByteTransformer",
+    "DiffusionBlocks",
+    "MemoryMonitor",
+    "NetworkModel",
+    "OuterSGD",
+    "RoundMonitor",
+    "SweepEvaluation",
+    "SweepReport",
+    "WorkerLink",
+    "evaluate_sweep",
+]

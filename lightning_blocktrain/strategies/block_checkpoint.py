@@ -9,7 +9,6 @@ from collections import defaultdict
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -26,19 +25,16 @@ def worker_key(workers: SimulatedWorkers, worker: Worker) -> str:
 
 
 def worker_states(workers: SimulatedWorkers) -> dict[str, Any]:
-    """Return every worker's tensors, optimizer state and random stream, and the process's random stream."""
+    """Return every worker's tensors, optimizer state, gradients and random stream."""
     return {
-        "process_stream": torch.get_rng_state(),
-        "by_block": {
-            worker_key(workers, worker): {
-                "local": dict(worker.local),
-                "gradients": dict(worker.gradients),
-                "optimizer": workers.named_state(worker),
-                "random_state": worker.random_state,
-                **{name: getattr(worker, name) for name in _COUNTERS},
-            }
-            for worker in workers.workers
-        },
+        worker_key(workers, worker): {
+            "local": dict(worker.local),
+            "gradients": dict(worker.gradients),
+            "optimizer": workers.named_state(worker),
+            "random_state": worker.random_state,
+            **{name: getattr(worker, name) for name in _COUNTERS},
+        }
+        for worker in workers
     }
 
 
@@ -46,8 +42,8 @@ def load_worker_states(
     workers: SimulatedWorkers, optimizer: Optimizer, param_groups: list[dict[str, Any]], saved: Mapping[str, Any]
 ) -> None:
     """Give every worker what ``worker_states`` returned; ``optimizer`` takes the saved hyper-parameters."""
-    for worker in workers.workers:
-        state = saved["by_block"][worker_key(workers, worker)]
+    for worker in workers:
+        state = saved[worker_key(workers, worker)]
         for name, tensor in state["local"].items():
             worker.local[name].copy_(tensor)
         worker.gradients = {name: grad.to(worker.local[name].device) for name, grad in state["gradients"].items()}
@@ -62,7 +58,7 @@ def share_plain_state(workers: SimulatedWorkers, optimizer: Optimizer) -> None:
     plain = optimizer.state_dict()
     names = _parameter_names(workers, optimizer)
     by_name = {names[idx]: state for idx, state in plain["state"].items() if idx in names}
-    for worker in workers.workers:
+    for worker in workers:
         mine = {name: state for name, state in by_name.items() if name in worker.local}
         worker.optimizer_state = _load_named(workers, optimizer, plain["param_groups"], mine)
 

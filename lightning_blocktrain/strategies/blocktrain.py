@@ -8,7 +8,7 @@ In one process the workers are simulated: one Lightning step is one inner optimi
 the deadline on a virtual clock.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, cast
 
 import lightning as L
@@ -27,22 +27,18 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_blocktrain.coordinator import (
-    NetworkModel,
-    SimulatedCoordinator,
-    WorkerRound,
-    preset_network,
-    update_bytes_of,
-)
+from lightning_blocktrain.coordinator import NetworkModel
 from lightning_blocktrain.errors import NonFiniteError, explain
 from lightning_blocktrain.metrics import count_tokens
-from lightning_blocktrain.partition import Partition, partition
+from lightning_blocktrain.partition import Partition
+from lightning_blocktrain.partition import partition as cut
 from lightning_blocktrain.protocols import SupportsBlockTraining
-from lightning_blocktrain.rounds import INTERFACE, OuterSGD, RoundReport, RoundRules, block_entry
+from lightning_blocktrain.rounds import OuterSGD, RoundReport, RoundRules
 from lightning_blocktrain.strategies import block_checkpoint
 from lightning_blocktrain.strategies.block_guard import BlockGuard, declared_layout, refuse_topology
+from lightning_blocktrain.strategies.simulated_run import RunSettings, SimulatedRun, Tally
 from lightning_blocktrain.strategies.worker_batches import WorkerBatches, WorkerBatchLoader, batch_of
-from lightning_blocktrain.strategies.workers import InnerState, SimulatedWorkers, Worker, fp32
+from lightning_blocktrain.strategies.workers import InnerState, Worker
 
 
 class BlockTrainStrategy(SingleDeviceStrategy):
@@ -101,14 +97,10 @@ class BlockTrainStrategy(SingleDeviceStrategy):
         precision_plugin: Precision | None = None,
     ) -> None:
         super().__init__(accelerator=accelerator, checkpoint_io=checkpoint_io, precision_plugin=precision_plugin)
-        counts = {"num_blocks": num_blocks or 1, "replicas": replicas, "sync_every": sync_every}
-        for name, value in {**counts, "interface_every": interface_every}.items():
-            if value < 1:
-                raise ValueError(explain(f"{name} must be at least 1", f"{name}={value}", "use 1 or more"))
-        if inner_state not in ("keep", "reset", "average"):
-            rule = "inner_state must be 'keep', 'reset' or 'average'"
-            raise ValueError(explain(rule, f"inner_state={inner_state!r}", "choose one"))
-        self.rules = RoundRules(
+        if num_blocks is not None and num_blocks < 1:
+            rule = "num_blocks must be at least 1"
+            raise ValueError(explain(rule, f"num_blocks={num_blocks}", "use a divisor of the number of layers"))
+        rules = RoundRules(
             deadline_s=deadline_s,
             min_replicas=min_replicas,
             weighting=weighting,
@@ -117,32 +109,20 @@ class BlockTrainStrategy(SingleDeviceStrategy):
             clip_norm=clip_norm,
             outlier_factor=outlier_factor,
         )
-        if isinstance(network, str):
-            preset_network(network, 1, deadline_s, sync_every, 1)  # an unknown name is an error here, not in setup
+        outer = outer_optimizer or OuterSGD()
+        self.settings = RunSettings(replicas, sync_every, interface_every, inner_state, rules, outer, network)
         self.num_blocks = num_blocks
-        self.replicas = replicas
-        self.sync_every = sync_every
-        self.network = network
-        self.outer_optimizer = outer_optimizer or OuterSGD()
-        self.interface_every = interface_every
-        self.inner_state = inner_state
         self.parallel_devices: list[torch.device] = []
         self.num_nodes = 1
         self._layer_sync: object | None = None
         self._partition: Partition | None = None
-        self._workers: SimulatedWorkers | None = None
-        self._coordinator: SimulatedCoordinator | None = None
+        self._run: SimulatedRun | None = None
         self._guard: BlockGuard | None = None
         self._acting: Worker | None = None
         self._process_stream: Tensor | None = None
         self._loaders: list[WorkerBatchLoader] = []
         self._loader_states: list[dict[str, Any]] = []
-        self._steps_in_round = 0
-        self.round_reports: Sequence[RoundReport] = ()
-        self.num_rounds_closed = 0
-        self.worker_steps = 0
-        self.worker_tokens = 0
-        self.accepted_tokens = 0
+        self._tally = Tally()
 
     # What Lightning asks before it starts.
 
@@ -164,10 +144,26 @@ class BlockTrainStrategy(SingleDeviceStrategy):
         return True
 
     @property
+    def partition(self) -> Partition:
+        """How the module is cut; known from ``setup`` on."""
+        assert self._partition is not None
+        return self._partition
+
+    @property
+    def run(self) -> SimulatedRun:
+        """The run of the fit in progress."""
+        assert self._run is not None
+        return self._run
+
+    @property
     def num_workers(self) -> int:
         """W, the number of simulated workers; known from ``setup`` on."""
-        assert self._partition is not None
-        return self._partition.num_blocks * self.replicas
+        return self.partition.num_blocks * self.settings.replicas
+
+    @property
+    def _trainer(self) -> L.Trainer:
+        assert self.lightning_module is not None
+        return self.lightning_module.trainer
 
     def set_world_ranks(self) -> None:
         """Refuse a topology that one process cannot honour; Lightning calls this as the Trainer is built."""
@@ -181,7 +177,7 @@ class BlockTrainStrategy(SingleDeviceStrategy):
         if fitting:
             # Before the optimizer: its schedule may ask for the number of steps, and so for the dealt train loader.
             module = self.lightning_module
-            self._partition = partition(module, declared_layout(module), self.num_blocks)
+            self._partition = cut(module, declared_layout(module), self.num_blocks)
             self._loaders, self._loader_states = [], []
         super().setup(trainer)
         if fitting:
@@ -189,47 +185,24 @@ class BlockTrainStrategy(SingleDeviceStrategy):
                 got = f"configure_optimizers gave {len(self.optimizers)}"
                 rule = "blocktrain needs exactly one automatic optimizer"
                 raise MisconfigurationException(explain(rule, got, "put all parameters into one"))
-            self._setup_workers(trainer)
+            seed = torch.initial_seed() % 2**63
+            self._run = SimulatedRun(self.lightning_module, self.partition, self.settings, seed)
+            self._tally = self._run.tally
+            self._guard = BlockGuard(self.partition, self._run.workers.tensors)
+            self._warn_of_stale_validation(trainer)
 
-    def _setup_workers(self, trainer: L.Trainer) -> None:
-        assert self.lightning_module is not None and self._partition is not None
-        seed = torch.initial_seed() % 2**63
-        self._workers = workers = SimulatedWorkers(self.lightning_module, self._partition, self.replicas, seed)
-        masters = {block_entry(b): _pick(workers.merged, names) for b, names in enumerate(workers.block_names)}
-        if workers.interface_names:
-            masters[INTERFACE] = _pick(workers.merged, workers.interface_names)
-        self._coordinator = SimulatedCoordinator(
-            masters,
-            block_of_worker=[worker.block_idx for worker in workers.workers],
-            rules=self.rules,
-            make_outer=lambda: self.outer_optimizer,
-            network=self._network_of(masters),
-            seed=seed,
-            interface_every=self.interface_every,
-        )
-        self._guard = BlockGuard(self._partition, workers.tensors)
-        self._steps_in_round = self.num_rounds_closed = 0
-        self.worker_steps = self.worker_tokens = self.accepted_tokens = 0
-        self.round_reports = ()
-        interval = trainer.val_check_interval
-        if isinstance(interval, int) and interval % self.sync_every and trainer.enable_validation:
+    def _warn_of_stale_validation(self, trainer: L.Trainer) -> None:
+        interval, sync_every = trainer.val_check_interval, self.settings.sync_every
+        if isinstance(interval, int) and interval % sync_every and trainer.enable_validation:
             rank_zero_warn(
-                f"val_check_interval={interval} is not a multiple of sync_every={self.sync_every}: validation will "
-                "see the masters of the last closed round, not the newest steps."
+                f"val_check_interval={interval} is not a multiple of sync_every={sync_every}: validation will see the "
+                "masters of the last closed round, not the newest steps."
             )
-
-    def _network_of(self, masters: Mapping[str, Mapping[str, Tensor]]) -> NetworkModel:
-        """Return the network model; a preset is calibrated to the deadline and to the largest worker's bytes."""
-        if isinstance(self.network, NetworkModel):
-            return self.network
-        num_bytes = max(update_bytes_of(masters, b) for b in range(len(masters) - (INTERFACE in masters)))
-        return preset_network(self.network, self.num_workers, self.rules.deadline_s, self.sync_every, num_bytes)
 
     @override
     def process_dataloader(self, dataloader: Any) -> Any:
         """Deal the train loader's batches out to the workers; leave the other loaders alone."""
-        assert self.lightning_module is not None
-        trainer = self.lightning_module.trainer
+        trainer = self._trainer
         if not trainer.training or self._partition is None:
             return dataloader
         progress: Any = trainer.fit_loop.epoch_loop.batch_progress
@@ -260,25 +233,16 @@ class BlockTrainStrategy(SingleDeviceStrategy):
         **kwargs: Any,
     ) -> Any:
         """Take one inner step for every worker, then close the round if it is due."""
-        assert self._workers is not None and self.lightning_module is not None
-        loop = self.lightning_module.trainer.fit_loop
-        accumulates = loop._should_accumulate()
-        for worker in self._workers.workers:
+        trainer = self._trainer
+        accumulates = trainer.fit_loop._should_accumulate()
+        for worker in self.run.workers:
             self._acting = worker
-            try:
-                with self._workers.acting(worker, optimizer):
-                    checked = self._checked(closure, worker)
-                    result = checked() if accumulates else super().optimizer_step(optimizer, checked, model, **kwargs)
-            finally:
-                self._acting = None
-            if not accumulates:
-                worker.num_steps += 1
-                self.worker_steps += 1
+            with self.run.workers.acting(worker, optimizer):
+                checked = self._checked(closure, worker)
+                result = checked() if accumulates else super().optimizer_step(optimizer, checked, model, **kwargs)
+        self._acting = None
         if not accumulates:
-            self._steps_in_round += 1
-            final = _is_last_step(self.lightning_module.trainer)
-            if final or self._steps_in_round == self.sync_every:
-                self._finish_round(final)
+            self.run.finish_step(last=_is_last_step(trainer))
         return result
 
     @override
@@ -287,9 +251,7 @@ class BlockTrainStrategy(SingleDeviceStrategy):
         worker, guard, module = self._acting, self._guard, self.lightning_module
         assert worker is not None and guard is not None and module is not None
         batch = batch_of(dealt, worker.worker_id)
-        tokens = count_tokens(module, batch)
-        worker.num_tokens += tokens
-        self.worker_tokens += tokens
+        self.run.count_batch(worker, count_tokens(module, batch))
         with self.precision_plugin.train_step_context(), guard.watch(worker.block_idx):
             output = cast(SupportsBlockTraining, module).block_training_step(batch, batch_idx, worker.block_idx)
         loss = output["loss"] if isinstance(output, Mapping) else output
@@ -301,7 +263,7 @@ class BlockTrainStrategy(SingleDeviceStrategy):
         """Return ``closure`` followed by checks of the gradients, which stop the step before the update."""
 
         def run() -> Any:
-            assert self._workers is not None and self._guard is not None
+            assert self._guard is not None
             result = closure()
             gradients = self._guard.gradients(worker.block_idx)
             if getattr(self.precision_plugin, "scaler", None) is None:
@@ -313,116 +275,73 @@ class BlockTrainStrategy(SingleDeviceStrategy):
         return run
 
     def _non_finite(self, what: str, got: str, worker: Worker) -> str:
-        assert self.lightning_module is not None
-        step = self.lightning_module.trainer.global_step
-        where = f"{got} at step {step}, block {worker.block_idx}, worker {worker.worker_id}"
+        where = f"{got} at step {self._trainer.global_step}, block {worker.block_idx}, worker {worker.worker_id}"
         return explain(f"{what} must be finite", where, "no update was made; lower the learning rate or clip")
-
-    # One round.
-
-    def _finish_round(self, final: bool = False) -> None:
-        """Send every worker's replica to the coordinator, show the new masters and let the workers fetch them."""
-        workers, coordinator = self._workers, self._coordinator
-        assert workers is not None and coordinator is not None
-        share_interface = coordinator.interface_due(final)
-        updates = [self._update_of(worker, share_interface) for worker in workers.workers]
-        outcome = coordinator.finish_round(updates, final=final)
-        for report in outcome.reports:
-            workers.load_masters(coordinator.masters[report.entry])
-        for worker in workers.workers:
-            workers.fetch(worker, workers.block_names[worker.block_idx])
-            worker.num_steps = worker.num_tokens = 0
-            if share_interface:
-                workers.fetch(worker, workers.interface_names)
-        workers.renew_optimizer_states(self.inner_state, share_interface)
-        self._steps_in_round = 0
-        self.num_rounds_closed += 1
-        self.round_reports = outcome.reports
-        self.accepted_tokens = coordinator.accepted_tokens
-
-    def _update_of(self, worker: Worker, share_interface: bool) -> WorkerRound:
-        assert self._workers is not None
-        block = _pick(worker.local, self._workers.block_names[worker.block_idx])
-        interface = _pick(worker.local, self._workers.interface_names) if share_interface else None
-        return WorkerRound(
-            worker_id=worker.worker_id,
-            num_steps=worker.num_steps,
-            num_tokens=worker.num_tokens,
-            block_params=block,
-            interface_params=interface,
-        )
 
     @override
     def on_train_end(self) -> None:
-        """Merge what a run that was stopped inside a round has not merged yet; deliver what is under way."""
-        if self._coordinator is not None:
-            if self._steps_in_round:
-                self._finish_round(final=True)
-            self._coordinator.flush()
+        """Merge what a run that was stopped inside a round has not merged yet."""
+        self.run.finish()
+
+    # What callbacks read, also after the fit.
+
+    @property
+    def round_reports(self) -> Sequence[RoundReport]:
+        """The reports of the newest finished round, one per entry that closed."""
+        return self._tally.round_reports
+
+    @property
+    def num_rounds_closed(self) -> int:
+        """Training rounds finished so far."""
+        return self._tally.num_rounds_closed
+
+    @property
+    def worker_steps(self) -> int:
+        """Inner optimizer steps, summed over workers."""
+        return self._tally.worker_steps
+
+    @property
+    def worker_tokens(self) -> int:
+        """Target tokens processed, summed over workers, accepted or not."""
+        return self._tally.worker_tokens
+
+    @property
+    def accepted_tokens(self) -> int:
+        """Target tokens behind the accepted block updates, summed over workers."""
+        return self._tally.accepted_tokens
 
     # Checkpoints.
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """Return a plain optimizer state (one worker's per parameter), which any strategy can load."""
-        if self._workers is None:
+        if self._run is None:
             return super().optimizer_state(optimizer)
-        return block_checkpoint.plain_optimizer_state(self._workers, optimizer)
+        return block_checkpoint.plain_optimizer_state(self._run.workers, optimizer)
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any | None = None) -> None:
         """Add every worker's own state and the coordinator's to a full checkpoint, and write it."""
-        if self._workers is not None and "optimizer_states" in checkpoint:
-            assert self._coordinator is not None
-            checkpoint[block_checkpoint.KEY] = {
-                "shape": self._shape(),
-                "counters": {
-                    "steps_in_round": self._steps_in_round,
-                    "num_rounds_closed": self.num_rounds_closed,
-                    "worker_steps": self.worker_steps,
-                    "worker_tokens": self.worker_tokens,
-                },
-                "coordinator": self._coordinator.state_dict(),
-                "workers": block_checkpoint.worker_states(self._workers),
-                # Taken out of Lightning's own place: another strategy's loaders could not take them.
-                "loaders": checkpoint["loops"]["fit_loop"]["state_dict"].pop("combined_loader", []),
-            }
+        if self._run is not None and "optimizer_states" in checkpoint:
+            # Taken out of Lightning's own place: another strategy's loaders could not take them.
+            loaders = checkpoint["loops"]["fit_loop"]["state_dict"].pop("combined_loader", [])
+            checkpoint[block_checkpoint.KEY] = {**self._run.state_dict(), "loaders": loaders}
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Resume every worker; from another strategy's checkpoint each worker starts with its share of the state."""
-        assert self._workers is not None and self._coordinator is not None
-        if block_checkpoint.KEY not in checkpoint:
+        saved = checkpoint.get(block_checkpoint.KEY)
+        if saved is None:
             super().load_optimizer_state_dict(checkpoint)
-            block_checkpoint.share_plain_state(self._workers, self.optimizers[0])
+            block_checkpoint.share_plain_state(self.run.workers, self.optimizers[0])
             return
-        saved = checkpoint[block_checkpoint.KEY]
-        block_checkpoint.refuse_other_shape(saved["shape"], self._shape())
-        groups = checkpoint["optimizer_states"][0]["param_groups"]
-        block_checkpoint.load_worker_states(self._workers, self.optimizers[0], groups, saved["workers"])
-        self._coordinator.load_state_dict(saved["coordinator"])
-        counters = saved["counters"]
-        self._steps_in_round = counters["steps_in_round"]
-        self.num_rounds_closed = counters["num_rounds_closed"]
-        self.worker_steps = counters["worker_steps"]
-        self.worker_tokens = counters["worker_tokens"]
-        self.accepted_tokens = self._coordinator.accepted_tokens
-        self._process_stream = saved["workers"]["process_stream"]
+        self.run.load_state_dict(saved, self.optimizers[0], checkpoint["optimizer_states"][0]["param_groups"])
+        self._tally = self.run.tally
+        self._process_stream = saved["process_stream"]
         self._loader_states = list(saved["loaders"])
         for loader in self._loaders:
             loader.load_state_dict(self._loader_states.pop(0))
-
-    def _shape(self) -> dict[str, Any]:
-        """Return what a checkpoint must agree in to be resumed."""
-        assert self._partition is not None
-        return {
-            "num_blocks": self._partition.num_blocks,
-            "num_layers": len(self._partition.layout.layers),
-            "replicas": self.replicas,
-            "sync_every": self.sync_every,
-            "interface_every": self.interface_every,
-        }
 
     @override
     def on_train_start(self) -> None:
@@ -436,13 +355,8 @@ class BlockTrainStrategy(SingleDeviceStrategy):
         """Give the module back as it came, with the merged masters; safe to call twice or before ``connect``."""
         if self._guard is not None:
             self._guard.remove()
-        self._guard = self._workers = self._coordinator = self._partition = None
+        self._guard = self._run = self._partition = None
         super().teardown()
-
-
-def _pick(tensors: Mapping[str, Tensor], names: Iterable[str]) -> dict[str, Tensor]:
-    """Return fp32 copies of the named tensors."""
-    return fp32({name: tensors[name] for name in names})
 
 
 def _is_dealt(batch: Any) -> bool:

@@ -46,6 +46,12 @@ class Worker:
     num_steps: int = 0
     num_tokens: int = 0
 
+    @property
+    def optimizer_mem_bytes(self) -> int:
+        """Bytes of the tensors in its optimizer state."""
+        values = [value for state in self.optimizer_state.values() for value in state.values()]
+        return sum(value.numel() * value.element_size() for value in values if isinstance(value, Tensor))
+
 
 class SimulatedWorkers:
     """All workers of a run in front of one live module.
@@ -68,8 +74,14 @@ class SimulatedWorkers:
         self.interface_names = [n for n in partition.interface_names if n in self.tensors]
         self.block_names = [[n for n in block if n in self.tensors] for block in partition.block_names]
         assert set(self.tensors) <= set(names)
-        self.workers = [self._new_worker(w, seed) for w in range(partition.num_blocks * replicas)]
+        self._workers = [self._new_worker(w, seed) for w in range(partition.num_blocks * replicas)]
         self.show_merged()
+
+    def __iter__(self) -> Iterator[Worker]:
+        return iter(self._workers)
+
+    def __len__(self) -> int:
+        return len(self._workers)
 
     def _new_worker(self, worker_id: int, seed: int) -> Worker:
         block_idx = worker_id % self.partition.num_blocks
@@ -113,9 +125,10 @@ class SimulatedWorkers:
         for name, master in masters.items():
             self.merged[name].copy_(master)
 
-    def fetch(self, worker: Worker, names: Sequence[str]) -> None:
-        """Start ``worker`` from the masters of ``names``; its optimizer state stays."""
-        for name in names:
+    def fetch(self, worker: Worker, interface_too: bool) -> None:
+        """Start ``worker`` from the masters of its block, and of the interface if that was merged."""
+        names = self.block_names[worker.block_idx]
+        for name in (*names, *self.interface_names) if interface_too else names:
             worker.local[name].copy_(self.merged[name])
 
     def renew_optimizer_states(self, rule: InnerState, interface_too: bool) -> None:
@@ -127,7 +140,7 @@ class SimulatedWorkers:
             return
         groups = [(names, self._replicas_of(b)) for b, names in enumerate(self.block_names)]
         if interface_too:
-            groups.append((self.interface_names, self.workers))
+            groups.append((self.interface_names, self._workers))
         for names, members in groups:
             for tensor in (self.tensors[name] for name in names):
                 states = [w.optimizer_state[tensor] for w in members if tensor in w.optimizer_state]
@@ -138,7 +151,7 @@ class SimulatedWorkers:
                         worker.optimizer_state.pop(tensor, None)
 
     def _replicas_of(self, block_idx: int) -> list[Worker]:
-        return [worker for worker in self.workers if worker.block_idx == block_idx]
+        return [worker for worker in self._workers if worker.block_idx == block_idx]
 
     def named_state(self, worker: Worker) -> dict[str, dict[str, Any]]:
         """Return ``worker``'s optimizer state by parameter name."""
@@ -148,7 +161,7 @@ class SimulatedWorkers:
     def first_state(self) -> OptimizerState:
         """Return one optimizer state per parameter: that of the first worker that trains it."""
         merged: OptimizerState = defaultdict(dict)
-        for worker in reversed(self.workers):
+        for worker in reversed(self._workers):
             merged.update(worker.optimizer_state)
         return merged
 

@@ -1,0 +1,204 @@
+"""A run of simulated workers in front of the coordinator: rounds, counters, and the state of all of it.
+
+Owns what happens between the steps; knows nothing of Lightning.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_blocktrain.coordinator import (
+    NetworkModel,
+    SimulatedCoordinator,
+    WorkerRound,
+    preset_network,
+    update_bytes_of,
+)
+from lightning_blocktrain.errors import explain
+from lightning_blocktrain.partition import Partition
+from lightning_blocktrain.rounds import INTERFACE, OuterSGD, RoundReport, RoundRules, block_entry
+from lightning_blocktrain.strategies import block_checkpoint
+from lightning_blocktrain.strategies.workers import InnerState, SimulatedWorkers, Worker, fp32
+
+
+@dataclass(frozen=True)
+class RunSettings:
+    """How a run trains and merges; the strategy's arguments, checked.
+
+    Raises:
+        ValueError: If a value is out of range.
+    """
+
+    replicas: int
+    sync_every: int
+    interface_every: int
+    inner_state: InnerState
+    rules: RoundRules
+    outer_optimizer: OuterSGD
+    network: str | NetworkModel
+
+    def __post_init__(self) -> None:
+        for name in ("replicas", "sync_every", "interface_every"):
+            value = getattr(self, name)
+            if value < 1:
+                raise ValueError(explain(f"{name} must be at least 1", f"{name}={value}", "use 1 or more"))
+        if self.inner_state not in ("keep", "reset", "average"):
+            rule = "inner_state must be 'keep', 'reset' or 'average'"
+            raise ValueError(explain(rule, f"inner_state={self.inner_state!r}", "choose one"))
+        if isinstance(self.network, str):
+            self.network_for(num_workers=1, update_bytes=1)  # an unknown name is an error here, not hours later
+
+    def network_for(self, num_workers: int, update_bytes: int) -> NetworkModel:
+        """Return the network model; a preset is calibrated to the deadline and the largest worker's bytes."""
+        if isinstance(self.network, NetworkModel):
+            return self.network
+        return preset_network(self.network, num_workers, self.rules.deadline_s, self.sync_every, update_bytes)
+
+
+@dataclass
+class Tally:
+    """What a run has done so far; outlives the run.
+
+    Args:
+        num_rounds_closed: Training rounds finished.
+        worker_steps: Inner optimizer steps, summed over workers.
+        worker_tokens: Target tokens processed, summed over workers.
+        accepted_tokens: Target tokens behind the accepted block updates.
+        round_reports: The reports of the newest finished round, one per entry that closed.
+    """
+
+    num_rounds_closed: int = 0
+    worker_steps: int = 0
+    worker_tokens: int = 0
+    accepted_tokens: int = 0
+    round_reports: Sequence[RoundReport] = field(default=())
+
+    def state_dict(self) -> dict[str, int]:
+        """Return the counters; reports are not resumed."""
+        return {name: value for name, value in vars(self).items() if isinstance(value, int)}
+
+
+class SimulatedRun:
+    """Workers, coordinator and counters of one fit.
+
+    Args:
+        module: The live module; shows the merged masters whenever no worker acts.
+        partition: Its partition.
+        settings: How to train and merge.
+        seed: Of the workers' random streams and of the network.
+    """
+
+    def __init__(self, module: nn.Module, partition: Partition, settings: RunSettings, seed: int) -> None:
+        self.settings = settings
+        self.partition = partition
+        self.tally = Tally()
+        self.steps_in_round = 0
+        self.workers = SimulatedWorkers(module, partition, settings.replicas, seed)
+        masters = {block_entry(b): self._merged(names) for b, names in enumerate(self.workers.block_names)}
+        if self.workers.interface_names:
+            masters[INTERFACE] = self._merged(self.workers.interface_names)
+        update_bytes = max(update_bytes_of(masters, b) for b in range(partition.num_blocks))
+        self.coordinator = SimulatedCoordinator(
+            masters,
+            block_of_worker=[worker.block_idx for worker in self.workers],
+            rules=settings.rules,
+            make_outer=lambda: settings.outer_optimizer,
+            network=settings.network_for(len(self.workers), update_bytes),
+            seed=seed,
+            interface_every=settings.interface_every,
+        )
+
+    def count_batch(self, worker: Worker, num_tokens: int) -> None:
+        """Count a batch that ``worker`` has trained on."""
+        worker.num_tokens += num_tokens
+        self.tally.worker_tokens += num_tokens
+
+    def finish_step(self, last: bool) -> None:
+        """Count one inner step of every worker; close the round if it is full or the run ends here."""
+        for worker in self.workers:
+            worker.num_steps += 1
+        self.tally.worker_steps += len(self.workers)
+        self.steps_in_round += 1
+        if last or self.steps_in_round == self.settings.sync_every:
+            self.finish_round(final=last)
+
+    def finish_round(self, final: bool = False) -> None:
+        """Send every worker's replica to the coordinator, show the new masters and let the workers fetch them."""
+        shares_interface = self.coordinator.interface_due(final)
+        updates = [self._update_of(worker, shares_interface) for worker in self.workers]
+        outcome = self.coordinator.finish_round(updates, final=final)
+        masters = self.coordinator.masters
+        for report in outcome.reports:
+            self.workers.load_masters(masters[report.entry])
+        for worker in self.workers:
+            self.workers.fetch(worker, interface_too=shares_interface)
+            worker.num_steps = worker.num_tokens = 0
+        self.workers.renew_optimizer_states(self.settings.inner_state, interface_too=shares_interface)
+        self.steps_in_round = 0
+        self.tally.num_rounds_closed += 1
+        self.tally.round_reports = outcome.reports
+        self.tally.accepted_tokens = self.coordinator.accepted_tokens
+
+    def finish(self) -> None:
+        """Merge what a run that was stopped inside a round has not merged; deliver what is still under way."""
+        if self.steps_in_round:
+            self.finish_round(final=True)
+        self.coordinator.flush()
+
+    def _update_of(self, worker: Worker, shares_interface: bool) -> WorkerRound:
+        block = _pick(worker.local, self.workers.block_names[worker.block_idx])
+        interface = _pick(worker.local, self.workers.interface_names) if shares_interface else None
+        return WorkerRound(
+            worker_id=worker.worker_id,
+            num_steps=worker.num_steps,
+            num_tokens=worker.num_tokens,
+            block_params=block,
+            interface_params=interface,
+        )
+
+    def _merged(self, names: Iterable[str]) -> dict[str, Tensor]:
+        return _pick(self.workers.merged, names)
+
+    def shape(self) -> dict[str, Any]:
+        """Return what a checkpoint must agree in to be resumed."""
+        return {
+            "num_blocks": self.partition.num_blocks,
+            "num_layers": len(self.partition.layout.layers),
+            "replicas": self.settings.replicas,
+            "sync_every": self.settings.sync_every,
+            "interface_every": self.settings.interface_every,
+        }
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return everything a resumed run needs; tensors, dicts, lists, str, int, float and None only."""
+        return {
+            "shape": self.shape(),
+            "steps_in_round": self.steps_in_round,
+            "tally": self.tally.state_dict(),
+            "coordinator": self.coordinator.state_dict(),
+            "workers": block_checkpoint.worker_states(self.workers),
+            "process_stream": torch.get_rng_state(),
+        }
+
+    def load_state_dict(
+        self, state: Mapping[str, Any], optimizer: Optimizer, param_groups: list[dict[str, Any]]
+    ) -> None:
+        """Continue the run that ``state`` was taken of.
+
+        Raises:
+            CheckpointMismatchError: If it had another shape; nothing is loaded then.
+        """
+        block_checkpoint.refuse_other_shape(state["shape"], self.shape())
+        block_checkpoint.load_worker_states(self.workers, optimizer, param_groups, state["workers"])
+        self.coordinator.load_state_dict(state["coordinator"])
+        self.steps_in_round = state["steps_in_round"]
+        self.tally = Tally(**state["tally"])
+
+
+def _pick(tensors: Mapping[str, Tensor], names: Iterable[str]) -> dict[str, Tensor]:
+    """Return fp32 copies of the named tensors."""
+    return fp32({name: tensors[name] for name in names})
