@@ -113,8 +113,9 @@ class BitsPerToken(Metric):
         return bits_per_token(self.nats, self.num_tokens)
 
     def _add(self, nats: Tensor, num_tokens: Tensor) -> None:
-        self.nats += nats.to(self.nats.device).double().sum()
-        self.num_tokens += num_tokens.to(self.num_tokens.device)
+        # Not in place: the states that ``Trainer.validate`` leaves are inference tensors, which ``fit`` may not change.
+        self.nats = self.nats + nats.to(self.nats.device).double().sum()
+        self.num_tokens = self.num_tokens + num_tokens.to(self.num_tokens.device)
 
     def _apply(self, fn: Callable[..., Any], exclude_state: Sequence[str] = ()) -> "BitsPerToken":
         super()._apply(fn, exclude_state=(*exclude_state, "nats"))

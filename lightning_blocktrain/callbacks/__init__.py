@@ -10,10 +10,17 @@ block index, ``{K}`` a number of draws.
 | ``train/local_ce/block{b}`` | cross entropy of block b's local task; comparable with nothing else | nats per token |
 | ``val/loss`` | loss of the validation step | nats per token |
 | ``val/bits_per_byte`` | held-out code length (``BitsPerToken`` over bytes) | bits per byte |
-| ``val/sweep_ce_k1`` | cross entropy after one sweep over the blocks, one draw | nats per token |
+| ``val/local_ce/block{b}`` | block b at noise from its own band; the target is in its input | nats per token |
+| ``val/sweep_ce_k1`` | cross entropy after one sweep over the blocks, mean over the draws | nats per token |
 | ``val/sweep_ce_k16`` | the same, mean probability of 16 draws (``k{K}`` for K) | nats per token |
-| ``val/prior_ce`` | block 0 alone at the highest noise | nats per token |
+| ``val/sweep_bits_per_byte`` | code length of the mean probability of all draws | bits per byte |
+| ``val/prior_ce_k1`` | block 0 alone at the highest noise, mean over the draws | nats per token |
+| ``val/prior_ce`` | the same, mean probability of all draws | nats per token |
 | ``val/composition_gain`` | ``prior_ce - sweep_ce``, equal draws and starting noise | nats per token |
+| ``val/span_ce`` | one sweep that does not know the second half, scored on it | nats per token |
+| ``val/ablation/z_noise_ce`` | all draws; ``z`` after block 0 replaced by fresh noise | nats per token |
+| ``val/ablation/z_zero_ce`` | all draws; ``z`` after block 0 replaced by zeros | nats per token |
+| ``val/ablation/context_scrambled_ce`` | all draws; inputs permuted within their window | nats per token |
 | ``val/leak_accuracy`` | accuracy of reading the target off the noised input at ``sigma_min`` | ratio |
 | ``test/...`` | as ``val/...``, on the test split | |
 | ``throughput/accepted_tokens_per_s`` | tokens of accepted updates per second of training, all workers | tokens/s |
@@ -46,6 +53,17 @@ The refusals are ``stale``, ``superseded``, ``duplicate``, ``nonfinite``, ``outl
 
 from lightning_blocktrain.callbacks.memory import MemoryMonitor, TreeMemory, tree_memory
 from lightning_blocktrain.callbacks.rounds import ReportsRounds, RoundMonitor
+from lightning_blocktrain.callbacks.sweep_eval import SweepEvaluation, SweepReport, evaluate_sweep
 from lightning_blocktrain.callbacks.throughput import AcceptedThroughput
 
-__all__ = ["AcceptedThroughput", "MemoryMonitor", "ReportsRounds", "RoundMonitor", "TreeMemory", "tree_memory"]
+__all__ = [
+    "AcceptedThroughput",
+    "MemoryMonitor",
+    "ReportsRounds",
+    "RoundMonitor",
+    "SweepEvaluation",
+    "SweepReport",
+    "TreeMemory",
+    "evaluate_sweep",
+    "tree_memory",
+]

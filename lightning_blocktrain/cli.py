@@ -1,0 +1,390 @@
+"""The ``blocktrain`` command: demo, fit, evaluate, generate.
+
+Owns arguments, exit codes and what a terminal shows. ``fit``, ``validate``, ``test`` and ``predict`` are Lightning's
+own command line with this package's strategies, models and data already imported.
+
+Exit codes: 0; 2 for input that is wrong, said in one line on standard error; 130 after Ctrl-C.
+"""
+
+import argparse
+import math
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+
+from lightning_blocktrain.errors import BlockTrainError, CheckpointMismatchError, explain
+
+if TYPE_CHECKING:
+    from lightning_blocktrain.models import ByteTransformer, DiffusionBlocks
+
+LIGHTNING_COMMANDS = {
+    "fit": "train a model (Lightning's command line; see 'blocktrain fit --help')",
+    "validate": "run a model's validation (Lightning's command line)",
+    "test": "run a model's test (Lightning's command line)",
+    "predict": "run a model's predictions (Lightning's command line)",
+}
+
+EXAMPLES = """examples:
+  blocktrain demo
+  blocktrain demo --budget tiny --corpus 'notes/*.txt' --out demo_notes
+  blocktrain fit --model ByteTransformer --data.corpus python-docs \\
+      --trainer.strategy blocktrain --trainer.max_steps 100
+  blocktrain fit --config run.yaml
+  blocktrain evaluate demo_out/diffusion_blocks.ckpt
+  blocktrain generate demo_out/byte_transformer.ckpt --prompt 'Return the ' --num-bytes 200
+"""
+
+CONFIG_EXAMPLE = """a config file for --config, with options of the strategy:
+
+  model: DiffusionBlocks
+  data: {corpus: python-docs}
+  trainer:
+    max_steps: 1000
+    strategy:
+      class_path: lightning_blocktrain.BlockTrainStrategy
+      init_args: {replicas: 2, network: mild}
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line and return its exit code.
+
+    Args:
+        argv: Arguments without the program's name; None: those of the process.
+    """
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    try:
+        if arguments and arguments[0] in LIGHTNING_COMMANDS:
+            return run_lightning(arguments)
+        options = build_parser().parse_args(arguments)
+        run: Callable[[argparse.Namespace], int] = options.run
+        return run(options)
+    except SystemExit as exc:  # a parser has said what was wrong, or has printed its help
+        return exc.code if isinstance(exc.code, int) else int(exc.code is not None)
+    except KeyboardInterrupt:
+        return 130
+    except (BlockTrainError, MisconfigurationException, argparse.ArgumentError, ValueError) as exc:
+        error = input_error(exc)
+        if error is None:
+            raise
+        print(f"blocktrain: error: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2
+
+
+def input_error(exc: BaseException | None) -> BaseException | None:
+    """Return what an error says about bad input, or None if it is a defect.
+
+    The first of an error and its causes that is of our tree, a misconfiguration, a parser's, or a ``ValueError``
+    raised by this package's own code: parsers wrap what a constructor raises.
+    """
+    while exc is not None:
+        if isinstance(exc, BlockTrainError | MisconfigurationException | argparse.ArgumentError):
+            return exc
+        if isinstance(exc, ValueError) and _raised_by(exc).partition(".")[0] == "lightning_blocktrain":
+            return exc
+        exc = exc.__cause__
+    return None
+
+
+def _raised_by(exc: BaseException) -> str:
+    """Return the name of the module whose code raised an error."""
+    trace = exc.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    return str(trace.tb_frame.f_globals.get("__name__", "")) if trace is not None else ""
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """Return the parser of the commands that are ours; Lightning's are listed in its help."""
+    parser = argparse.ArgumentParser(
+        prog="blocktrain",
+        description="Block-local training of byte-level language models with PyTorch Lightning.",
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    _add_demo(commands)
+    for name, text in LIGHTNING_COMMANDS.items():
+        commands.add_parser(name, help=text, add_help=False)
+    _add_evaluate(commands)
+    _add_generate(commands)
+    return parser
+
+
+def _command(commands: Any, name: str, summary: str, description: str, epilog: str) -> argparse.ArgumentParser:
+    parser: argparse.ArgumentParser = commands.add_parser(
+        name,
+        help=summary,
+        description=description,
+        epilog=epilog,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    return parser
+
+
+def _add_demo(commands: Any) -> None:
+    demo = _command(
+        commands,
+        "demo",
+        "compare block training with end-to-end training, offline, in minutes",
+        "Train two models block by block and two causal Transformers end to end on equal tokens; print the\n"
+        "comparison and write report.json, metrics.csv, curves.png and the trained models.",
+        "examples:\n  blocktrain demo\n  blocktrain demo --budget 0.5 --out demo_half\n"
+        "  blocktrain demo --budget tiny --corpus 'notes/*.txt'\n",
+    )
+    demo.add_argument(
+        "--budget", default="small", help="tiny, small, medium, or a number that scales small (default: small)"
+    )
+    _add_corpus(demo)
+    demo.add_argument("--out", type=Path, default=Path("demo_out"), help="directory to write to (default: demo_out)")
+    demo.add_argument("--seed", type=_at_least_0, default=0, help="seed of every run (default: 0)")
+    demo.set_defaults(run=run_demo_command)
+
+
+def _add_evaluate(commands: Any) -> None:
+    evaluate = _command(
+        commands,
+        "evaluate",
+        "bits per byte of a checkpoint, and all sweep quantities of DiffusionBlocks",
+        "Evaluate a checkpoint of ByteTransformer or DiffusionBlocks on held-out text.",
+        "example:\n  blocktrain evaluate demo_out/diffusion_blocks.ckpt --corpus python-docs --num-windows 128\n",
+    )
+    evaluate.add_argument("checkpoint", metavar="CKPT", type=Path, help="checkpoint file")
+    _add_corpus(evaluate)
+    evaluate.add_argument("--split", choices=["val", "test"], default="test", help="which split (default: test)")
+    evaluate.add_argument(
+        "--num-windows", type=_at_least_1, default=64, help="windows, spread evenly over the split (default: 64)"
+    )
+    evaluate.add_argument("--batch-size", type=_at_least_1, default=16, help="windows per batch (default: 16)")
+    evaluate.add_argument(
+        "--num-draws", type=_at_least_1, help="K, draws of the starting noise, DiffusionBlocks only (default: 16)"
+    )
+    evaluate.add_argument("--seed", type=_at_least_0, help="seed of the noise, DiffusionBlocks only (default: 0)")
+    evaluate.set_defaults(run=run_evaluate)
+
+
+def _add_generate(commands: Any) -> None:
+    generate = _command(
+        commands,
+        "generate",
+        "continue a text with a checkpoint",
+        "Print a prompt and its continuation; what is not printable text shows as a replacement character.",
+        "example:\n  blocktrain generate demo_out/diffusion_blocks.ckpt --prompt 'Return the ' --num-bytes 64 \\\n"
+        "      --chunk-bytes 4 --sweeps 2\n",
+    )
+    generate.add_argument("checkpoint", metavar="CKPT", type=Path, help="checkpoint file")
+    generate.add_argument("--prompt", required=True, help="text to continue; empty counts as a line break")
+    generate.add_argument("--num-bytes", type=_at_least_1, required=True, help="bytes to add")
+    generate.add_argument(
+        "--chunk-bytes", type=_at_least_1, help="bytes decided per sweep, DiffusionBlocks only (default: 1)"
+    )
+    generate.add_argument("--sweeps", type=_at_least_1, help="sweeps per chunk, DiffusionBlocks only (default: 1)")
+    generate.add_argument("--temperature", type=_temperature, default=1.0, help="0 is greedy (default: 1)")
+    generate.add_argument("--seed", type=_at_least_0, default=0, help="the same seed gives the same bytes (default: 0)")
+    generate.set_defaults(run=run_generate)
+
+
+def _add_corpus(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--corpus",
+        default="python-docs",
+        help="a named corpus, or a file, directory or quoted glob pattern (default: python-docs)",
+    )
+
+
+def _at_least_0(text: str) -> int:
+    return _whole_number(text, 0)
+
+
+def _at_least_1(text: str) -> int:
+    return _whole_number(text, 1)
+
+
+def _whole_number(text: str, minimum: int) -> int:
+    if not text.isascii() or not text.isdecimal() or not minimum <= int(text) < 2**63:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least {minimum}")
+    return int(text)
+
+
+def _temperature(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 <= value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of at least 0")
+    return value
+
+
+def run_demo_command(options: argparse.Namespace) -> int:
+    """Run ``blocktrain demo``."""
+    from lightning_blocktrain.demo import run_demo
+
+    run_demo(options.budget, options.corpus, options.out, options.seed)
+    return 0
+
+
+def run_evaluate(options: argparse.Namespace) -> int:
+    """Run ``blocktrain evaluate``: print bits per byte, and the sweep quantities of DiffusionBlocks."""
+    from rich.console import Console
+
+    from lightning_blocktrain.callbacks.sweep_eval import evaluate_sweep
+    from lightning_blocktrain.data import ByteDataModule
+    from lightning_blocktrain.demo.arms import spaced_batches
+    from lightning_blocktrain.demo.report import sweep_entries, sweep_table
+    from lightning_blocktrain.models import DiffusionBlocks
+    from lightning_blocktrain.models.loading import load_model
+
+    model = load_model(options.checkpoint)
+    _refuse_for_causal(model, {"--num-draws": options.num_draws, "--seed": options.seed})
+    data = ByteDataModule(options.corpus, model.window_bytes, options.batch_size)
+    data.setup("test" if options.split == "test" else "validate")
+    loader = data.test_dataloader() if options.split == "test" else data.val_dataloader()
+    batches = spaced_batches(loader.dataset, options.num_windows, options.batch_size)
+    tracked = _tracked([batches[idx] for idx in range(len(batches))])
+    info, console = data.corpus_info, Console()
+    corpus = f"{info.name}, {options.split} split"
+    if isinstance(model, DiffusionBlocks):
+        sweep = evaluate_sweep(model, tracked, num_draws=options.num_draws or 16, seed=options.seed or 0)
+        bits = {"bits per byte": sweep.bits_per_byte_k1, f" with {sweep.num_draws} draws": sweep.bits_per_byte_k}
+        console.print(_facts(model, bits, sweep.num_bytes, corpus))
+        console.print(sweep_table(sweep_entries(sweep), sweep.num_draws))
+    else:
+        nats, num_bytes = _mean_nats(model, tracked)
+        console.print(_facts(model, {"bits per byte": nats / math.log(2)}, num_bytes, corpus))
+    console.print(f"sha256 of the corpus: {info.sha256}", soft_wrap=True)
+    return 0
+
+
+def run_generate(options: argparse.Namespace) -> int:
+    """Run ``blocktrain generate``: print the prompt and what follows it."""
+    from rich.console import Console
+
+    from lightning_blocktrain.demo import printable
+    from lightning_blocktrain.models import DiffusionBlocks
+    from lightning_blocktrain.models.loading import load_model
+
+    model = load_model(options.checkpoint)
+    _refuse_for_causal(model, {"--chunk-bytes": options.chunk_bytes, "--sweeps": options.sweeps})
+    prompt = options.prompt.encode("utf-8", errors="surrogateescape")
+    common = {"temperature": options.temperature, "seed": options.seed}
+    with Console(stderr=True).status("generating"):
+        if isinstance(model, DiffusionBlocks):
+            chunk_bytes, sweeps = options.chunk_bytes or 1, options.sweeps or 1
+            new = model.generate(prompt, options.num_bytes, chunk_bytes=chunk_bytes, sweeps=sweeps, **common)
+        else:
+            new = model.generate(prompt, options.num_bytes, **common)
+    print(printable(prompt + new))
+    return 0
+
+
+def _refuse_for_causal(model: object, options: dict[str, int | None]) -> None:
+    """Refuse options that a causal model would ignore."""
+    given = [name for name, value in options.items() if value is not None]
+    if given and type(model).__name__ != "DiffusionBlocks":
+        rule = f"{given[0]} is for DiffusionBlocks only"
+        raise CheckpointMismatchError(explain(rule, f"a checkpoint of {type(model).__name__}", "leave it out"))
+
+
+def _tracked(batches: Sequence[Any]) -> Iterable[Any]:
+    """Return the batches under a progress bar on standard error."""
+    from rich.console import Console
+    from rich.progress import track
+
+    return track(batches, "evaluating", console=Console(stderr=True), transient=True)
+
+
+def _mean_nats(model: "ByteTransformer | DiffusionBlocks", batches: Iterable[Any]) -> tuple[float, int]:
+    """Return nats per byte and the number of bytes."""
+    import torch
+
+    total, num_bytes = 0.0, 0
+    with torch.no_grad():
+        for batch_idx, batch in enumerate(batches):
+            nats = model.evaluation_nats(batch, batch_idx)
+            total += float(nats.double().sum())
+            num_bytes += nats.numel()
+    return total / num_bytes, num_bytes
+
+
+def _facts(model: object, bits: dict[str, float], num_bytes: int, corpus: str) -> Any:
+    """Return the table of what holds for either model."""
+    from rich import box
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1))
+    table.add_column("model")
+    table.add_column(type(model).__name__, overflow="fold")
+    for name, value in bits.items():
+        table.add_row(name, f"{value:.4f}")
+    table.add_row("bytes evaluated", f"{num_bytes:,}")
+    table.add_row("corpus", Text(corpus))
+    return table
+
+
+def run_lightning(arguments: Sequence[str]) -> int:
+    """Run one of Lightning's subcommands with this package's classes known by their short names."""
+    import lightning as L
+    from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
+
+    import lightning_blocktrain.callbacks
+    import lightning_blocktrain.models  # noqa: F401
+    from lightning_blocktrain.data import ByteDataModule
+
+    class BlockTrainCLI(LightningCLI):
+        """LightningCLI for byte-level models: checks the windows before a run and names the checkpoint after it."""
+
+        def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:
+            """Parse ``args`` without Lightning's warning that the process has arguments too: they are the same."""
+            assert isinstance(args, list)
+            self.config = parser.parse_args(args)
+
+        def instantiate_trainer(self, **kwargs: Any) -> L.Trainer:
+            """Build the Trainer; what it refuses was configured by the user."""
+            try:
+                return super().instantiate_trainer(**kwargs)
+            except ValueError as exc:
+                raise MisconfigurationException(str(exc)) from exc
+
+        def after_instantiate_classes(self) -> None:
+            """Refuse windows that the model cannot see."""
+            refuse_long_windows(self.model, self.datamodule)
+
+        def after_fit(self) -> None:
+            """Say where the weights are."""
+            path = getattr(self.trainer.checkpoint_callback, "best_model_path", "")
+            if path and self.trainer.is_global_zero:
+                print(f"checkpoint: {path}")
+
+    BlockTrainCLI(
+        L.LightningModule,
+        ByteDataModule,
+        subclass_mode_model=True,
+        seed_everything_default=0,
+        save_config_kwargs={"overwrite": True},
+        # Errors come back to main, which says them in one line; the parser would print all its options first.
+        parser_kwargs={"prog": "blocktrain", "epilog": CONFIG_EXAMPLE, "exit_on_error": False},
+        args=list(arguments),
+    )
+    return 0
+
+
+def refuse_long_windows(model: object, datamodule: Any) -> None:
+    """Refuse data with longer windows than the model has positions.
+
+    Raises:
+        MisconfigurationException: Naming both lengths.
+    """
+    longest = getattr(model, "window_bytes", None)
+    if isinstance(longest, int) and datamodule.window_bytes > longest:
+        got = f"data.window_bytes={datamodule.window_bytes}, model window_bytes={longest}"
+        rule = "data.window_bytes must not exceed the model's window_bytes"
+        raise MisconfigurationException(explain(rule, got, "set both to the same number"))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,69 @@
+"""From a checkpoint file to the model it holds, whichever of the two it is.
+
+Owns the choice of the class. Executes nothing from the file: it is read with ``weights_only=True``, and a class is
+found by its name among those listed here.
+"""
+
+import inspect
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lightning_blocktrain.errors import CheckpointMismatchError, explain
+from lightning_blocktrain.models.base import MODEL_CLASS
+from lightning_blocktrain.models.byte_transformer import ByteTransformer
+from lightning_blocktrain.models.diffusion_blocks import DiffusionBlocks
+
+Model = ByteTransformer | DiffusionBlocks
+CLASSES: dict[Any, type[Model]] = {"ByteTransformer": ByteTransformer, "DiffusionBlocks": DiffusionBlocks}
+
+
+def load_model(path: Path) -> Model:
+    """Return the model of a checkpoint, in eval mode on the CPU.
+
+    Args:
+        path: A checkpoint that a Trainer has saved under any strategy.
+
+    Raises:
+        CheckpointMismatchError: If the file is no checkpoint of one of ``CLASSES``, or its weights do not fit.
+    """
+    checkpoint = read_checkpoint(path)
+    name = checkpoint.get(MODEL_CLASS)
+    if not isinstance(name, str) or name not in CLASSES:
+        rule = f"the checkpoint must hold a {' or a '.join(CLASSES)}"
+        raise CheckpointMismatchError(explain(rule, f"{path} with model_class={name!r}", "choose another file"))
+    accepted = inspect.signature(CLASSES[name].__init__).parameters
+    # LightningCLI stores names of its own beside the arguments.
+    arguments = {k: v for k, v in checkpoint.get("hyper_parameters", {}).items() if k in accepted}
+    try:
+        model = CLASSES[name](**arguments)
+        model.on_load_checkpoint(checkpoint)
+        model.load_state_dict(checkpoint.get("state_dict", {}))
+    except (RuntimeError, TypeError, ValueError) as exc:
+        if isinstance(exc, CheckpointMismatchError):
+            raise
+        rule = "the weights must fit the model that the checkpoint describes"
+        raise CheckpointMismatchError(explain(rule, str(path), "the file is damaged or was edited")) from exc
+    return model.eval()
+
+
+def read_checkpoint(path: Path) -> dict[str, Any]:
+    """Return the entries of a checkpoint: tensors and plain values only.
+
+    Raises:
+        CheckpointMismatchError: If there is no such file or it is something else.
+    """
+    fix = "pass a .ckpt file that a Trainer or 'blocktrain demo' has written"
+    if not path.is_file():
+        raise CheckpointMismatchError(explain("the checkpoint must be a file", str(path), fix))
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the error below says it better
+            checkpoint = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as exc:  # a foreign file fails in whatever way it pleases the unpickler
+        raise CheckpointMismatchError(explain("the file must be a checkpoint", str(path), fix)) from exc
+    if not isinstance(checkpoint, dict):
+        raise CheckpointMismatchError(explain("the file must be a checkpoint", str(path), fix))
+    return checkpoint

@@ -1,0 +1,53 @@
+import json
+
+import pytest
+
+from benchmarks import quality
+from lightning_blocktrain.demo.recipe import BUDGETS
+
+
+@pytest.fixture
+def text(tmp_path):
+    path = tmp_path / "text.bin"
+    path.write_bytes(bytes(range(32, 127)) * 200)
+    return path
+
+
+def test_quality_run_small_writes_one_row_per_run_and_skips_what_is_there(tmp_path, text, capsys):
+    out = tmp_path / "rows.jsonl"
+    options = [
+        "--size",
+        "tiny",
+        "--json",
+        str(out),
+        "--train",
+        str(text),
+        "--val",
+        str(text) + "2",
+        "--test",
+        str(text) + "3",
+    ]
+    for suffix in "23":
+        text.with_name(text.name + suffix).write_bytes(text.read_bytes()[int(suffix) :])
+    arms = ["causal_full", "diffusion_blocks"]
+    rows = quality.main([*options, "--seeds", "0", "--arms", *arms])
+    assert [row["arm"] for row in rows] == arms
+    first = out.read_text()
+    rows = quality.main([*options, "--seeds", "0", "1", "--arms", "causal_full"])
+    assert out.read_text().startswith(first)
+    assert sorted((row["arm"], row["seed"]) for row in rows) == [
+        ("causal_full", 0),
+        ("causal_full", 1),
+        ("diffusion_blocks", 0),
+    ]
+    sweep = json.loads(first.splitlines()[1])["test"]["sweep"]
+    assert sweep["composition_gain"] == pytest.approx(sweep["prior_ce_k"] - sweep["sweep_ce_k"])
+    assert "gap to causal L" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", quality.VARIANTS)
+def test_every_variant_differs_from_the_defaults_in_what_it_names(name):
+    recipe = BUDGETS["tiny"]
+    base = dict(quality.arms(recipe)["diffusion_blocks"].make_module().hparams)
+    changed = dict(quality.arms(recipe)[name].make_module().hparams)
+    assert {key for key in base if base[key] != changed[key]} == set(quality.VARIANTS[name])

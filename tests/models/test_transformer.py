@@ -1,0 +1,164 @@
+import pytest
+import torch
+from scipy import stats
+from torch import Tensor, nn
+
+from lightning_blocktrain.models.transformer import (
+    VOCABULARY,
+    CausalAttention,
+    KeyValueCache,
+    Layer,
+    Mlp,
+    Readout,
+    gumbel_noise,
+    init_weights,
+    refuse_generation,
+    sample_bytes,
+)
+
+B, T, D, H = 2, 7, 16, 4
+
+
+@pytest.fixture
+def layers() -> nn.ModuleList:
+    return nn.ModuleList(Layer(D, H) for _ in range(2)).eval()
+
+
+def run(layers: nn.ModuleList, x: Tensor, caches: list[KeyValueCache] | None = None) -> Tensor:
+    for idx, layer in enumerate(layers):
+        x = layer(x, None if caches is None else caches[idx])
+    return x
+
+
+@pytest.mark.parametrize("width", [16, 32, 48])
+def test_layer_parameter_count_is_the_closed_form(width: int) -> None:
+    assert sum(p.numel() for p in Layer(width, 4).parameters()) == 12 * width**2 + 13 * width
+
+
+def test_mlp_layer_has_no_attention_parameters() -> None:
+    assert sum(p.numel() for p in Layer(D, H, "mlp").parameters()) == 8 * D**2 + 7 * D
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("changed", range(T))
+def test_layers_changed_position_reaches_only_itself_and_later(layers: nn.ModuleList, changed: int) -> None:
+    x = torch.randn(B, T, D)
+    other = x.clone()
+    other[:, changed] += 1.0 + torch.randn(D)
+    difference = (run(layers, x) - run(layers, other)).abs().amax(dim=(0, 2))
+    assert difference[:changed].max() < 1e-6 if changed else True
+    assert difference[changed:].min() > 1e-4
+
+
+@torch.no_grad()
+def test_mlp_layer_changed_position_reaches_only_itself() -> None:
+    layer = Layer(D, H, "mlp")
+    x = torch.randn(B, T, D)
+    other = x.clone()
+    other[:, 3] += 1.0 + torch.randn(D)
+    changed = (layer(x) - layer(other)).abs().amax(dim=(0, 2)) > 1e-6
+    assert changed.tolist() == [position == 3 for position in range(T)]
+
+
+@torch.no_grad()
+def test_attention_equals_the_explicit_softmax_formula() -> None:
+    attention = CausalAttention(D, H)
+    x = torch.randn(B, T, D)
+    q, k, v = (part.unflatten(-1, (H, D // H)).transpose(1, 2) for part in attention.qkv(x).chunk(3, dim=-1))
+    scores = q @ k.transpose(-1, -2) / (D // H) ** 0.5
+    future = torch.ones(T, T, dtype=torch.bool).triu(1)
+    mixed = scores.masked_fill(future, float("-inf")).softmax(-1) @ v
+    expected = attention.out(mixed.transpose(1, 2).flatten(2))
+    torch.testing.assert_close(attention(x), expected)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("prefill", [1, 3, T])
+def test_cached_layers_equal_recomputation(layers: nn.ModuleList, prefill: int) -> None:
+    x = torch.randn(B, T, D)
+    caches = [KeyValueCache(T) for _ in layers]
+    parts = [run(layers, x[:, :prefill], caches)]
+    parts += [run(layers, x[:, position : position + 1], caches) for position in range(prefill, T)]
+    torch.testing.assert_close(torch.cat(parts, dim=1), run(layers, x))
+    assert [cache.length for cache in caches] == [T, T]
+
+
+@pytest.mark.parametrize("num_heads", [3, 0, -2, 32])
+def test_attention_heads_that_do_not_divide_name_the_rule(num_heads: int) -> None:
+    with pytest.raises(ValueError, match=f"num_heads must divide width; got width=16, num_heads={num_heads}"):
+        CausalAttention(D, num_heads)
+
+
+def test_layer_unknown_kind_is_named() -> None:
+    with pytest.raises(ValueError, match="layer must be 'attention' or 'mlp'; got layer='conv'"):
+        Layer(D, H, "conv")  # type: ignore[arg-type]
+
+
+def test_mlp_maps_each_position_with_the_hidden_width() -> None:
+    mlp = Mlp(D, 4 * D)
+    assert mlp.up.weight.shape == (4 * D, D)
+    assert mlp(torch.randn(B, T, D)).shape == (B, T, D)
+
+
+def test_readout_with_zero_init_is_uniform() -> None:
+    logits = Readout(D, zero_init=True)(torch.randn(B, T, D))
+    assert logits.shape == (B, T, VOCABULARY)
+    assert torch.equal(logits, torch.zeros(B, T, VOCABULARY))
+
+
+def test_readout_without_zero_init_is_not_uniform() -> None:
+    assert Readout(D)(torch.randn(B, T, D)).std() > 0
+
+
+def test_init_weights_scales_residual_outputs_down_by_depth() -> None:
+    torch.manual_seed(0)
+    layer = Layer(64, 4)
+    init_weights(layer, num_layers=8)
+    weights = layer.state_dict()
+    for name, std in (("attention.qkv", 0.02), ("mlp.up", 0.02), ("attention.out", 0.005), ("mlp.down", 0.005)):
+        # 4,096 draws or more: the relative error of a standard deviation is 1.1 % at most.
+        assert float(weights[f"{name}.weight"].std()) == pytest.approx(std, rel=0.06)
+        assert weights[f"{name}.bias"].abs().max() == 0
+    assert torch.equal(layer.norm_mlp.weight, torch.ones(64))
+
+
+def test_sample_bytes_at_temperature_zero_is_the_largest_logit() -> None:
+    logits = torch.randn(5, VOCABULARY)
+    loud = 1000 * torch.randn(5, VOCABULARY)
+    assert torch.equal(sample_bytes(logits, 0, loud), logits.argmax(-1))
+
+
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
+def test_sample_bytes_frequencies_follow_the_softmax(temperature: float) -> None:
+    logits = torch.tensor([2.0, 1.0, 0.0, -1.0])
+    num_draws = 20_000
+    noise = gumbel_noise((num_draws, 4), torch.Generator().manual_seed(0))
+    counts = sample_bytes(logits.expand(num_draws, 4), temperature, noise).bincount(minlength=4)
+    expected = (logits.double() / temperature).softmax(-1) * num_draws
+    # The seed is fixed; a correct sampler falls below this p-value once in 1,000 seeds.
+    assert stats.chisquare(counts.numpy(), expected.numpy()).pvalue > 1e-3
+
+
+def test_gumbel_noise_is_standard_gumbel_and_follows_its_generator() -> None:
+    noise = gumbel_noise((20_000,), torch.Generator().manual_seed(0))
+    assert torch.equal(noise, gumbel_noise((20_000,), torch.Generator().manual_seed(0)))
+    assert not torch.equal(noise, gumbel_noise((20_000,), torch.Generator().manual_seed(1)))
+    assert stats.kstest(noise.numpy(), "gumbel_r").pvalue > 1e-3
+
+
+@pytest.mark.parametrize(
+    ("prompt", "num_bytes", "temperature", "got"),
+    [
+        ("text", 1, 1.0, "prompt=str"),
+        (b"a", -1, 1.0, "num_bytes=-1"),
+        (b"a", 1, -0.5, "temperature=-0.5"),
+        (b"a", 1, float("nan"), "temperature=nan"),
+    ],
+)
+def test_refuse_generation_bad_argument_is_named(prompt: bytes, num_bytes: int, temperature: float, got: str) -> None:
+    with pytest.raises(ValueError, match=rf"prompt must be bytes.*got .*{got}.*encode text"):
+        refuse_generation(prompt, num_bytes, temperature)
+
+
+def test_refuse_generation_limits_are_allowed() -> None:
+    assert refuse_generation(b"", 0, 0.0) is None  # type: ignore[func-returns-value]
