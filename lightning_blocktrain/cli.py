@@ -251,7 +251,7 @@ def run_evaluate(options: argparse.Namespace) -> int:
         sweep = evaluate_sweep(model, tracked, num_draws=options.num_draws or 16, seed=options.seed or 0)
         bits = {"bits per byte": sweep.bits_per_byte_k1, f" with {sweep.num_draws} draws": sweep.bits_per_byte_k}
         console.print(_facts(model, bits, sweep.num_bytes, corpus))
-        console.print(sweep_table(sweep_entries(sweep), sweep.num_draws))
+        console.print("", sweep_table(sweep_entries(sweep), sweep.num_draws))
     else:
         nats, num_bytes = _mean_nats(model, tracked)
         console.print(_facts(model, {"bits per byte": nats / math.log(2)}, num_bytes, corpus))
@@ -316,7 +316,7 @@ def _facts(model: object, bits: dict[str, float], num_bytes: int, corpus: str) -
     from rich.table import Table
     from rich.text import Text
 
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1))
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
     table.add_column("model")
     table.add_column(type(model).__name__, overflow="fold")
     for name, value in bits.items():

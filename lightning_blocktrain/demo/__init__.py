@@ -59,7 +59,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 from typing_extensions import override
 
 from lightning_blocktrain.data import ByteDataModule
-from lightning_blocktrain.demo.arms import ARMS, ArmResult, run_arm
+from lightning_blocktrain.demo.arms import ARMS, ArmResult, run_arm, threads
 from lightning_blocktrain.demo.curves import curves_png, points_by_model, read_rows, rows_csv, write_whole
 from lightning_blocktrain.demo.recipe import Recipe, recipe_of
 from lightning_blocktrain.demo.report import Setting, build_report, print_report
@@ -104,9 +104,9 @@ def run_demo(
         datamodule.setup(stage)
     began_s = time.perf_counter()
     results = run_arms(recipe, datamodule, seed, out, console)
-    samples = {
-        r.arm.name: printable(PROMPT + r.module.generate(PROMPT, NUM_SAMPLE_BYTES, seed=seed)) for r in results[:2]
-    }
+    with threads(recipe.num_threads):
+        texts = {r.arm.name: PROMPT + r.module.generate(PROMPT, NUM_SAMPLE_BYTES, seed=seed) for r in results[:2]}
+    samples = {name: printable(text) for name, text in texts.items()}
     setting = Setting(recipe, datamodule.corpus_info, seed, budget, time.perf_counter() - began_s)
     report = build_report(results, setting, samples)
     picture = write_files(report, results, out)

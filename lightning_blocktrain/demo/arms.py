@@ -5,7 +5,8 @@ windows. Owns what is run and measured; what the numbers mean together is ``repo
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -182,6 +183,17 @@ class ArmResult:
     metrics_path: Path
 
 
+@contextmanager
+def threads(num_threads: int | None) -> Iterator[None]:
+    """Let torch compute with so many threads, and with as many as before afterwards; None changes nothing."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(num_threads or before)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
 def run_arm(
     arm: Arm,
     recipe: Recipe,
@@ -207,10 +219,11 @@ def run_arm(
     monitors = [memory, throughput, optimizer_bytes, *([rounds] if rounds else []), *callbacks]
     logger = fresh_logger(out / "runs", arm.name)
     trainer = fit_trainer(arm, recipe, monitors, logger)
-    began_s = time.perf_counter()
-    trainer.fit(module, datamodule=datamodule)
-    train_wall_s = time.perf_counter() - began_s
-    nats, sweep = evaluate_module(module, datamodule, recipe, seed, logger, callbacks)
+    with threads(recipe.num_threads):
+        began_s = time.perf_counter()
+        trainer.fit(module, datamodule=datamodule)
+        train_wall_s = time.perf_counter() - began_s
+        nats, sweep = evaluate_module(module, datamodule, recipe, seed, logger, callbacks)
     totals, round_totals = throughput.summary(), rounds.summary() if rounds else {}
     num_shares = recipe.num_blocks if rounds else 1
     return ArmResult(

@@ -33,6 +33,7 @@ class Recipe:
         val_batches: Batches of each of these points, from the start of val.
         test_windows: Windows of the final evaluation, spread evenly over test; the same for every model.
         accelerator: As Lightning takes it.
+        num_threads: Threads of torch on the CPU; None: as they are.
 
     Raises:
         ValueError: If the replicas do not divide the steps.
@@ -56,6 +57,7 @@ class Recipe:
     val_batches: int = 8
     test_windows: int = 64
     accelerator: str = "cpu"
+    num_threads: int | None = None
 
     def __post_init__(self) -> None:
         if self.steps < 1 or self.replicas < 1 or self.steps % self.replicas:
@@ -89,6 +91,8 @@ BUDGETS = {
         validate_every=10,
         val_batches=2,
         test_windows=16,
+        # At this size threads wait for each other longer than they compute.
+        num_threads=1,
     ),
     "small": Recipe(),
     "medium": Recipe(steps=1500, warmup_steps=50, validate_every=150, val_batches=16, test_windows=128),

@@ -85,7 +85,7 @@ def build_report(results: Sequence[ArmResult], setting: Setting, samples: Mappin
             "split_bytes": dict(setting.corpus.split_bytes),
         },
         "recipe": setting.recipe.as_dict(),
-        "threads": torch.get_num_threads(),
+        "threads": setting.recipe.num_threads or torch.get_num_threads(),
         "versions": versions(),
         "wall_s": setting.wall_s,
         "samples": dict(samples),
@@ -214,19 +214,22 @@ def gain_in_words(gain: float) -> str:
 
 def tables(report: Mapping[str, Any]) -> Group:
     """Return the report as tables and sentences that fit 80 columns."""
-    corpus, threads = report["corpus"], report["threads"]
+    corpus = report["corpus"]
+    threads = f"{report['threads']} thread{'s' * (report['threads'] > 1)}"
     heading = (
         f"{corpus['name']} (sha256 {corpus['sha256'][:12]}), tested on {report['test']['num_bytes']:,} bytes. Workers "
-        f"and their network ({report['network']['name']}) are simulated: they take turns on {threads} threads."
+        f"and their network ({report['network']['name']}) are simulated: they take turns on {threads}."
     )
     sentences = Text("\n".join(report["summary"]))
-    return Group(Text(heading), model_table(report), sweep_table(report), sentences)
+    blank = Text("")
+    parts = (Text(heading), blank, model_table(report), blank, sweep_table(report), blank, sentences)
+    return Group(*parts)
 
 
 def model_table(report: Mapping[str, Any]) -> Table:
     """Return one column per model: quality, tokens, speed, memory."""
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1))
-    table.add_column("")
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
+    table.add_column("", no_wrap=True)
     for model in report["models"].values():
         table.add_column(Text(model["title"].replace(", ", "\n")), justify="right")
     for label, cells in model_rows(report).items():
@@ -243,9 +246,9 @@ def model_rows(report: Mapping[str, Any]) -> dict[str, list[str]]:
         "bits per byte": [_number(bits[name], ".3f") for name in names],
         f"with {NUM_DRAWS} sweeps": [_number(bits.get(f"{name}_k{NUM_DRAWS}"), ".3f") for name in names],
         "tokens per block": [f"{model['tokens_per_block']:,}" for model in models],
-        "tokens in total": [f"{model['total_tokens']:,}" for model in models],
+        "tokens, total": [f"{model['total_tokens']:,}" for model in models],
         "training, s": [_number(model["train_s"], ",.1f") for model in models],
-        "tokens/s in total": [_number(report["tokens_per_s"][name], ",.0f") for name in names],
+        "tokens/s, total": [_number(report["tokens_per_s"][name], ",.0f") for name in names],
         f"peak {measure}, MiB": [_number(memory[name]["mib"], ",.0f") for name in names],
         "optimizer, MiB": [f"{optimizer[name]['whole_model'] / 2**20:.2f}" for name in names],
         " of one worker": [f"{optimizer[name]['per_worker'] / 2**20:.2f}" for name in names],
@@ -260,23 +263,23 @@ def sweep_table(report: Mapping[str, Any], num_draws: int = NUM_DRAWS) -> Table:
         num_draws: K behind its mixtures.
     """
     mixture, ablations = f"K={num_draws}", report["ablations"]
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1))
-    table.add_column("DiffusionBlocks")
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
+    table.add_column("DiffusionBlocks", no_wrap=True)
     table.add_column("nats per byte", justify="right")
     table.add_column("meaning")
     local = " / ".join(f"{value:.3f}" for value in report["local_ce"])
-    table.add_row("local_ce by block", local, "the input holds the target: compares with nothing")
+    table.add_row("local_ce by block", local, "its input holds the target")
     for name, value, meaning in (
-        ("sweep_ce, K=1", report["sweep_ce_k1"], "one sweep; compares with a causal model"),
+        ("sweep_ce, K=1", report["sweep_ce_k1"], "comparable with a causal model"),
         (f"sweep_ce, {mixture}", report["sweep_ce_k"], "mean probability of the draws"),
-        ("prior_ce, K=1", report["prior_ce_k1"], "block 0 alone, where z carries nothing"),
+        ("prior_ce, K=1", report["prior_ce_k1"], "block 0 alone; z carries nothing"),
         (f"prior_ce, {mixture}", report["prior_ce"], "mean probability of the draws"),
         ("composition gain", report["composition_gain"], f"prior_ce - sweep_ce, {mixture}"),
         ("z made noise", ablations["z_noise_ce"], f"after block 0, {mixture}"),
         ("z made zero", ablations["z_zero_ce"], f"after block 0, {mixture}"),
         ("context scrambled", ablations["context_scrambled_ce"], f"inputs permuted, {mixture}"),
-        ("span_ce", report["span_ce"], "inputs of the second half unknown, K=1"),
-        ("leak accuracy", report["leak_accuracy"], "target read off z; a ratio, chance is 0.004"),
+        ("span_ce", report["span_ce"], "second half unknown, K=1"),
+        ("leak accuracy", report["leak_accuracy"], "a ratio; chance is 0.004"),
     ):
         table.add_row(name, _number(value, ".3f"), meaning)
     return table

@@ -1,6 +1,6 @@
 """What ``blocktrain`` refuses: unsupported Trainers and modules, and losses that reach beyond their block."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -8,6 +8,7 @@ import lightning as L
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from lightning_blocktrain.errors import explain
 from lightning_blocktrain.partition import Partition, as_layout
@@ -56,6 +57,20 @@ def refuse_topology(devices: int, num_nodes: int, sync_batchnorm: bool) -> None:
     if sync_batchnorm:
         rule = "blocktrain has no synchronised batch norm: workers do not meet inside a step"
         raise MisconfigurationException(explain(rule, "sync_batchnorm=True", "use sync_batchnorm=False"))
+
+
+def refuse_optimizers(optimizers: Sequence[Optimizer]) -> None:
+    """Refuse anything but one optimizer that holds parameters.
+
+    Raises:
+        MisconfigurationException: If ``configure_optimizers`` gave none, several, or an empty one.
+    """
+    num_filled = sum(any(group["params"] for group in optimizer.param_groups) for optimizer in optimizers)
+    if len(optimizers) != 1 or num_filled != 1:
+        rule = "blocktrain needs exactly one automatic optimizer, with the parameters of all blocks"
+        raise MisconfigurationException(
+            explain(rule, f"configure_optimizers gave {num_filled}", "put all parameters into one")
+        )
 
 
 class BlockGuard:

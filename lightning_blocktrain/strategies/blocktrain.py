@@ -14,7 +14,6 @@ from typing import Any, Literal, cast
 import lightning as L
 import torch
 from lightning.fabric.plugins import CheckpointIO
-from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.fabric.utilities.types import _PATH
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins.precision import Precision
@@ -35,7 +34,7 @@ from lightning_blocktrain.partition import partition as cut
 from lightning_blocktrain.protocols import SupportsBlockTraining
 from lightning_blocktrain.rounds import OuterSGD, RoundReport, RoundRules
 from lightning_blocktrain.strategies import block_checkpoint
-from lightning_blocktrain.strategies.block_guard import BlockGuard, declared_layout, refuse_topology
+from lightning_blocktrain.strategies.block_guard import BlockGuard, declared_layout, refuse_optimizers, refuse_topology
 from lightning_blocktrain.strategies.simulated_run import RunSettings, SimulatedRun, Tally
 from lightning_blocktrain.strategies.worker_batches import WorkerBatches, WorkerBatchLoader, batch_of
 from lightning_blocktrain.strategies.workers import InnerState, Worker
@@ -119,6 +118,7 @@ class BlockTrainStrategy(SingleDeviceStrategy):
         self._run: SimulatedRun | None = None
         self._guard: BlockGuard | None = None
         self._acting: Worker | None = None
+        self._batch_counted = False
         self._process_stream: Tensor | None = None
         self._loaders: list[WorkerBatchLoader] = []
         self._loader_states: list[dict[str, Any]] = []
@@ -181,10 +181,7 @@ class BlockTrainStrategy(SingleDeviceStrategy):
             self._loaders, self._loader_states = [], []
         super().setup(trainer)
         if fitting:
-            if len(self.optimizers) != 1:
-                got = f"configure_optimizers gave {len(self.optimizers)}"
-                rule = "blocktrain needs exactly one automatic optimizer"
-                raise MisconfigurationException(explain(rule, got, "put all parameters into one"))
+            refuse_optimizers(self.optimizers)
             seed = torch.initial_seed() % 2**63
             self._run = SimulatedRun(self.lightning_module, self.partition, self.settings, seed)
             self._tally = self._run.tally
@@ -236,7 +233,7 @@ class BlockTrainStrategy(SingleDeviceStrategy):
         trainer = self._trainer
         accumulates = trainer.fit_loop._should_accumulate()
         for worker in self.run.workers:
-            self._acting = worker
+            self._acting, self._batch_counted = worker, False
             with self.run.workers.acting(worker, optimizer):
                 checked = self._checked(closure, worker)
                 result = checked() if accumulates else super().optimizer_step(optimizer, checked, model, **kwargs)
@@ -251,7 +248,9 @@ class BlockTrainStrategy(SingleDeviceStrategy):
         worker, guard, module = self._acting, self._guard, self.lightning_module
         assert worker is not None and guard is not None and module is not None
         batch = batch_of(dealt, worker.worker_id)
-        self.run.count_batch(worker, count_tokens(module, batch))
+        if not self._batch_counted:  # an optimizer such as LBFGS evaluates its batch many times
+            self.run.count_batch(worker, count_tokens(module, batch))
+            self._batch_counted = True
         with self.precision_plugin.train_step_context(), guard.watch(worker.block_idx):
             output = cast(SupportsBlockTraining, module).block_training_step(batch, batch_idx, worker.block_idx)
         loss = output["loss"] if isinstance(output, Mapping) else output
@@ -339,9 +338,10 @@ class BlockTrainStrategy(SingleDeviceStrategy):
         self.run.load_state_dict(saved, self.optimizers[0], checkpoint["optimizer_states"][0]["param_groups"])
         self._tally = self.run.tally
         self._process_stream = saved["process_stream"]
-        self._loader_states = list(saved["loaders"])
-        for loader in self._loaders:
-            loader.load_state_dict(self._loader_states.pop(0))
+        # Loaders that a schedule has asked for already, then those that are still to be made.
+        for loader, state in zip(self._loaders, saved["loaders"], strict=False):
+            loader.load_state_dict(state)
+        self._loader_states = list(saved["loaders"][len(self._loaders) :])
 
     @override
     def on_train_start(self) -> None:

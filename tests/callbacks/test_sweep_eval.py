@@ -175,6 +175,17 @@ def test_span_and_scrambled_context_lose_what_the_context_told(monkeypatch: pyte
     assert report.context_scrambled_ce > 25
 
 
+def test_ablations_equal_sweeps_in_which_every_later_block_is_blinded() -> None:
+    model, ((inputs, targets),) = opinionated(num_layers=3, num_blocks=3), make_batches(3)
+    report = evaluate_sweep(model, [(inputs, targets)], num_draws=1)
+
+    def blinded(block_idx: int, z: Tensor) -> Tensor:
+        return z if block_idx == 0 else torch.zeros_like(z)
+
+    logits = model.sweep(inputs, model.draw_noise(inputs, seed=9), intervene=blinded)
+    assert report.z_zero_ce == pytest.approx(float(F.cross_entropy(logits.flatten(0, 1), targets.flatten())), rel=1e-5)
+
+
 def test_local_noise_stays_in_band_that_is_not_widened(monkeypatch: pytest.MonkeyPatch) -> None:
     model = make_model(gamma=0.5)
     calls = spy_on_denoise(model, monkeypatch)
@@ -190,9 +201,10 @@ def test_ablations_show_later_blocks_noise_of_their_level_and_zeros(monkeypatch:
     model = opinionated()
     calls = spy_on_denoise(model, monkeypatch)
     evaluate_sweep(model, make_batches(40), num_draws=2)
-    # Two local evaluations, a sweep of two blocks, the prior, then the two ablations of z.
-    noise, zeros = [z for block_idx, z, _ in calls[5:9] if block_idx == 1]
-    walk = calls[3][1]
+    # Two local evaluations, a sweep of two blocks, the prior, then the last block in both ablations of z.
+    assert [block_idx for block_idx, _, _ in calls[:7]] == [0, 1, 0, 1, 0, 1, 1]
+    walk, noise, zeros = (calls[idx][1] for idx in (3, 5, 6))
+    assert all(float(calls[idx][2].unique()) == pytest.approx(model.sweep_sigmas[1]) for idx in (3, 5, 6))
     assert not zeros.any()
     assert float(noise.std()) == pytest.approx(model.sweep_sigmas[1], rel=0.02)
     assert abs(float(torch.corrcoef(torch.stack([noise.flatten(), walk.flatten()]))[0, 1])) < 0.05
