@@ -29,7 +29,7 @@ test: $(VENV)/installed-dev-plot
 check: $(VENV)/installed-dev-plot
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
-	$(BIN)/mypy lightning_blocktrain examples
+	$(BIN)/mypy lightning_blocktrain examples benchmarks
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis

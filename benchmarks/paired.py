@@ -6,9 +6,8 @@ not.
 
 import math
 import statistics
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from scipy.stats import t as student_t
 
@@ -20,8 +19,8 @@ class PairedResult:
     Args:
         a_s: Median seconds of arm A.
         b_s: Median seconds of arm B.
-        ratio: Median of A / B over the pairs.
-        low: Lower end of the 95 % t-interval of the mean log ratio, as a ratio; nan below two pairs.
+        ratio: Geometric mean of A / B over the pairs.
+        low: Lower end of its 95 % t-interval, from the log ratios; nan below two pairs.
         high: Its upper end.
         num_pairs: Pairs measured.
     """
@@ -32,10 +31,6 @@ class PairedResult:
     low: float
     high: float
     num_pairs: int
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the fields as a plain dict."""
-        return asdict(self)
 
 
 def run_paired(a: Callable[[], float], b: Callable[[], float], num_pairs: int) -> PairedResult:
@@ -48,18 +43,22 @@ def run_paired(a: Callable[[], float], b: Callable[[], float], num_pairs: int) -
     return summarise(pairs)
 
 
+def half_width(values: Sequence[float]) -> float:
+    """Return half the 95 % t-interval of the mean; nan below two values."""
+    if len(values) < 2:
+        return math.nan
+    return float(student_t.ppf(0.975, len(values) - 1)) * statistics.stdev(values) / math.sqrt(len(values))
+
+
 def summarise(pairs: list[tuple[float, float]]) -> PairedResult:
-    """Return medians, the median ratio and the interval of the mean log ratio of ``(a, b)`` seconds."""
+    """Return median seconds, and the geometric mean ratio of ``(a, b)`` seconds with its interval."""
     logs = [math.log(a / b) for a, b in pairs]
-    low = high = math.nan
-    if len(pairs) > 1:
-        half = student_t.ppf(0.975, len(pairs) - 1) * statistics.stdev(logs) / math.sqrt(len(pairs))
-        low, high = math.exp(statistics.mean(logs) - half), math.exp(statistics.mean(logs) + half)
+    mean, half = statistics.mean(logs), half_width(logs)
     return PairedResult(
         a_s=statistics.median(a for a, _ in pairs),
         b_s=statistics.median(b for _, b in pairs),
-        ratio=math.exp(statistics.median(logs)),
-        low=low,
-        high=high,
+        ratio=math.exp(mean),
+        low=math.exp(mean - half),
+        high=math.exp(mean + half),
         num_pairs=len(pairs),
     )

@@ -1,11 +1,12 @@
 """What the strategy, the denoising block and the data module cost, as ratios from paired runs.
 
-``python -m benchmarks.performance [--quick] [--json FILE]``
+``python -m benchmarks.performance [--quick] [--steps N] [--pairs N] [--json FILE]``
 
 * ``strategy_overhead``: one block, one worker, lockstep, against the same module under Lightning's default strategy.
 * ``denoising_step``: a DiffusionBlocks block step against a causal step of the same layers and width.
 * ``data_feed``: batches per second of the data module against steps per second of the smallest demo model.
-* ``memory``: peak PSS of a process that trains the whole model, and bytes of optimizer state per worker.
+* ``memory``: peak PSS of this process, what earlier measurements left behind included, and bytes of optimizer state:
+  of the whole model trained end to end, and of one worker of the same model under ``blocktrain``.
 """
 
 import argparse
@@ -13,6 +14,7 @@ import json
 import time
 import warnings
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,7 @@ from rich.table import Table
 from benchmarks.paired import run_paired
 from lightning_blocktrain import ByteDataModule, ByteTransformer, DiffusionBlocks, MemoryMonitor
 from lightning_blocktrain.demo.arms import OptimizerBytes
+from lightning_blocktrain.errors import explain
 
 WIDTH, NUM_HEADS, WINDOW_BYTES, BATCH_SIZE = 128, 4, 128, 16
 WARMUP_STEPS = 5
@@ -90,7 +93,7 @@ def strategy_overhead(num_steps: int, num_pairs: int) -> dict[str, Any]:
         lambda: fit_seconds(lambda: causal(2), "auto", num_steps),
         num_pairs,
     )
-    return {"what": "step under blocktrain / under the default strategy", "limit": 1.03, **ours.to_dict()}
+    return {"what": "step under blocktrain / under the default strategy", "limit": 1.03, **asdict(ours)}
 
 
 def denoising_step(num_steps: int, num_pairs: int) -> dict[str, Any]:
@@ -100,7 +103,7 @@ def denoising_step(num_steps: int, num_pairs: int) -> dict[str, Any]:
         lambda: fit_seconds(lambda: causal(2), "auto", num_steps),
         num_pairs,
     )
-    return {"what": "DiffusionBlocks block step / causal step", "limit": 1.15, **ours.to_dict()}
+    return {"what": "DiffusionBlocks block step / causal step", "limit": 1.15, **asdict(ours)}
 
 
 def data_feed(num_steps: int, num_pairs: int) -> dict[str, Any]:
@@ -118,31 +121,24 @@ def data_feed(num_steps: int, num_pairs: int) -> dict[str, Any]:
         return (time.perf_counter() - start) / num_steps
 
     ours = run_paired(lambda: fit_seconds(lambda: causal(2), "auto", num_steps), batch_seconds, num_pairs)
-    return {"what": "training step / batch from the data module", "at_least": 20.0, **ours.to_dict()}
+    return {"what": "training step / batch from the data module", "at_least": 20.0, **asdict(ours)}
 
 
 def memory(num_steps: int) -> dict[str, Any]:
-    """Measure the peak PSS of training and the bytes of optimizer state, whole model against one worker."""
+    """Measure the peak PSS of training one model and the bytes of optimizer state, whole model against one worker."""
     result: dict[str, Any] = {}
-    for name, strategy, make in (
-        ("whole model", "auto", lambda: ByteTransformer(6, WIDTH, NUM_HEADS, WINDOW_BYTES, num_blocks=3)),
-        (
-            "blocktrain, 3 simulated workers",
-            "blocktrain",
-            lambda: DiffusionBlocks(6, 3, WIDTH, NUM_HEADS, WINDOW_BYTES),
-        ),
-    ):
-        monitor = MemoryMonitor()
-        states = OptimizerBytes()
-        fit = trainer(strategy, num_steps, [monitor, states])
-        fit.fit(make(), ByteDataModule(window_bytes=WINDOW_BYTES, batch_size=BATCH_SIZE))
+    for name, strategy in {"whole model": "auto", "blocktrain, 3 simulated workers": "blocktrain"}.items():
+        monitor, states = MemoryMonitor(), OptimizerBytes()
+        module = ByteTransformer(6, WIDTH, NUM_HEADS, WINDOW_BYTES, num_blocks=3)
+        data = ByteDataModule(window_bytes=WINDOW_BYTES, batch_size=BATCH_SIZE)
+        trainer(strategy, num_steps, [monitor, states]).fit(module, data)
         result[name] = {f"peak_{monitor.measure}_mib": monitor.peak_mib, "optimizer_mem_bytes": states.worker_bytes}
     return result
 
 
 def print_table(report: dict[str, Any]) -> None:
     """Print the ratios and the memory."""
-    table = Table(title=f"{report['threads']} threads, medians of paired runs")
+    table = Table(title=f"{report['threads']} threads, interleaved pairs of runs")
     for column in ("what", "ratio", "95 % interval", "A, ms", "B, ms", "pairs", "target"):
         table.add_column(column)
     for row in report["ratios"]:
@@ -160,13 +156,16 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="a few steps: shows that it runs, measures nothing")
     parser.add_argument("--pairs", type=int, default=7, help="pairs per ratio")
-    parser.add_argument("--steps", type=int, default=105, help="steps per fit, of which 5 warm up")
+    parser.add_argument("--steps", type=int, default=105, help=f"steps per fit, of which {WARMUP_STEPS} warm up")
     parser.add_argument("--json", type=Path, help="write the report here")
     args = parser.parse_args(argv)
     warnings.filterwarnings("ignore", module="lightning")
-    steps, pairs = (25, 2) if args.quick else (args.steps, args.pairs)
+    steps, pairs = (10, 2) if args.quick else (args.steps, args.pairs)
+    if steps < WARMUP_STEPS + 2 or pairs < 1:
+        fix = f"use {WARMUP_STEPS + 2} steps and 1 pair, or more"
+        parser.error(explain("steps must outlast the warm-up and pairs be at least 1", f"{steps=}, {pairs=}", fix))
     report = {
-        "command": "python -m benchmarks.performance" + (" --quick" if args.quick else ""),
+        "command": f"python -m benchmarks.performance --steps {steps} --pairs {pairs}",
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
         "ratios": [strategy_overhead(steps, pairs), denoising_step(steps, pairs), data_feed(steps, pairs)],

@@ -2,9 +2,9 @@
 
 ``python -m benchmarks.quality --size demo --train FILE --val FILE --test FILE --json FILE``
 
-Each run (one arm, one seed) appends one JSON line to ``--json`` and is skipped when its line is there already, so a
-stopped benchmark goes on where it was. Choices are made on val (``ce`` and ``sweep`` of ``val``); the table that is
-printed at the end reports test beside it. Without files the embedded ``python-docs`` corpus is used.
+Each run (one arm, one seed) appends one JSON line to ``--json`` and is skipped when its line is there already for the
+same corpus, so a stopped benchmark goes on where it was. Choices are made on val (``ce`` and ``sweep`` of ``val``);
+the table that is printed at the end reports test beside it. Without files the embedded ``python-docs`` corpus is used.
 
 Arms: ``diffusion_blocks`` and ``byte_transformer`` under ``blocktrain``, the controls ``causal_full`` (L layers) and
 ``causal_block`` (L_b layers), and DiffusionBlocks variants, each one change from the defaults.
@@ -22,11 +22,12 @@ from typing import Any
 
 import lightning as L
 import torch
+from lightning.pytorch.strategies import Strategy
 from rich.console import Console
 from rich.table import Table
-from torch.utils.data import DataLoader
 
-from lightning_blocktrain import ByteDataModule, DiffusionBlocks, evaluate_sweep
+from benchmarks.paired import half_width
+from lightning_blocktrain import BlockTrainStrategy, ByteDataModule, DiffusionBlocks, evaluate_sweep
 from lightning_blocktrain.demo.arms import (
     NUM_DRAWS,
     Arm,
@@ -34,23 +35,26 @@ from lightning_blocktrain.demo.arms import (
     byte_transformer,
     causal_block,
     causal_full,
+    denoising_module,
     diffusion_blocks,
     fit_trainer,
     fresh_logger,
+    mean_nats,
     spaced_batches,
 )
 from lightning_blocktrain.demo.recipe import BUDGETS, Recipe
+from lightning_blocktrain.models.loading import Model
 
 SIZES = {
     "tiny": replace(BUDGETS["tiny"], steps=6, test_windows=8),
-    "demo": replace(BUDGETS["small"], test_windows=256),
-    "large": replace(BUDGETS["medium"], test_windows=256),
+    "demo": replace(BUDGETS["small"], test_windows=128),
+    "large": replace(BUDGETS["medium"], steps=700, test_windows=128),
 }
 VARIANTS: dict[str, dict[str, Any]] = {
     "sigma .1 to 2": {"sigma_min": 0.1, "sigma_max": 2.0},
     "r=.3": {"target_norm": 0.3},
     "r=1": {"target_norm": 1.0},
-    "weighting flipped": {"weighted": False},
+    "plain cross entropy": {"weighted": False},
     "p_span=0": {"p_span": 0.0},
     "p_span=1": {"p_span": 1.0},
 }
@@ -59,13 +63,12 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 def variant(recipe: Recipe, name: str) -> Arm:
     """Return DiffusionBlocks with the changes of ``VARIANTS[name]``."""
-    shape = {"num_layers": recipe.num_layers, "num_blocks": recipe.num_blocks, "width": recipe.width}
-    rest = {"num_heads": recipe.num_heads, "window_bytes": recipe.window_bytes, "warmup_steps": recipe.warmup_steps}
-
-    def module() -> DiffusionBlocks:
-        return DiffusionBlocks(**{**shape, **rest, "lr": recipe.lr, **VARIANTS[name]})
-
-    return Arm(name, f"DiffusionBlocks, {name}", module, lambda: block_strategy(recipe))
+    return Arm(
+        name,
+        f"DiffusionBlocks, {name}",
+        lambda: denoising_module(recipe, VARIANTS[name]),
+        lambda: block_strategy(recipe),
+    )
 
 
 def arms(recipe: Recipe) -> dict[str, Arm]:
@@ -83,31 +86,41 @@ def run(arm: Arm, recipe: Recipe, data: ByteDataModule, seed: int) -> dict[str, 
         trainer.fit(module, datamodule=data)
     data.setup("fit")
     data.setup("test")
-    splits = {"val": data.val_dataloader(), "test": data.test_dataloader()}
+    splits = {
+        "val": (data.val_dataloader(), recipe.test_windows // 2),
+        "test": (data.test_dataloader(), recipe.test_windows),
+    }
     return {
         "arm": arm.name,
         "title": arm.title,
         "seed": seed,
         "steps": trainer.global_step,
-        "tokens_per_block": recipe.tokens_per_block,
-        "total_tokens": getattr(trainer.strategy, "worker_tokens", recipe.tokens_per_block),
+        "recipe": asdict(recipe),
+        "hyper_parameters": dict(module.hparams),
+        **token_counts(trainer.strategy, recipe),
         "corpus_sha256": data.corpus_info.sha256,
         "threads": torch.get_num_threads(),
-        **{split: evaluate(module, loader, recipe, seed) for split, loader in splits.items()},
+        **{split: evaluate(module, *windows, recipe.batch_size, seed) for split, windows in splits.items()},
     }
 
 
-def evaluate(module: L.LightningModule, loader: DataLoader[Any], recipe: Recipe, seed: int) -> dict[str, Any]:
+def token_counts(strategy: Strategy, recipe: Recipe) -> dict[str, int]:
+    """Return the tokens accepted into each block, or seen by a control, and those that all workers processed."""
+    if not isinstance(strategy, BlockTrainStrategy):
+        return {"tokens_per_block": recipe.tokens_per_block, "total_tokens": recipe.tokens_per_block}
+    per_block = strategy.accepted_tokens // recipe.num_blocks
+    return {"tokens_per_block": per_block, "total_tokens": strategy.worker_tokens}
+
+
+def evaluate(module: Model, loader: Any, num_windows: int, batch_size: int, seed: int) -> dict[str, Any]:
     """Return nats per byte (``ce``, after one sweep where there are sweeps) and all sweep quantities."""
-    subset = spaced_batches(loader.dataset, recipe.test_windows, recipe.batch_size)
+    subset = spaced_batches(loader.dataset, num_windows, batch_size)
     batches = [subset[idx] for idx in range(len(subset))]
     if isinstance(module, DiffusionBlocks):
         report = evaluate_sweep(module, batches, num_draws=NUM_DRAWS, seed=seed)
         return {"ce": report.sweep_ce_k1, "sweep": asdict(report)}
-    module.eval()
-    with torch.no_grad():
-        nats = torch.cat([module.evaluation_nats(batch, 0).flatten() for batch in batches])
-    return {"ce": float(nats.double().mean()), "num_bytes": nats.numel()}
+    ce, num_bytes = mean_nats(module.eval(), batches)
+    return {"ce": ce, "num_bytes": num_bytes}
 
 
 def print_table(rows: list[dict[str, Any]]) -> None:
@@ -115,9 +128,10 @@ def print_table(rows: list[dict[str, Any]]) -> None:
     by_arm: dict[str, list[dict[str, Any]]] = {}
     for row in rows:
         by_arm.setdefault(row["arm"], []).append(row)
-    table = Table(title="nats per byte, means over seeds (standard deviation)")
-    columns = ("arm", "seeds", "tokens per block", "val K=1", "val K=16", "test K=1", "test K=16", "gap to causal L")
-    for column in (*columns, "prior K=16", "gain", "local", "span", "leak"):
+    table = Table(title="nats per byte, means over seeds +- half the 95 % t-interval")
+    mixture = f"K={NUM_DRAWS}"
+    ces = ("val K=1", f"val {mixture}", "test K=1", f"test {mixture}", "gap to causal L")
+    for column in ("arm", "seeds", "tokens per block", *ces, f"prior {mixture}", "gain", "local", "span", "leak"):
         table.add_column(column)
     control = {row["seed"]: best_ce(row, "test") for row in by_arm.get("causal_full", [])}
     for group in by_arm.values():
@@ -126,9 +140,9 @@ def print_table(rows: list[dict[str, Any]]) -> None:
 
 
 def best_ce(row: dict[str, Any], split: str) -> float:
-    """Return the cross entropy of K=16 draws where there are draws."""
+    """Return the cross entropy of the mixture of draws where there are draws."""
     result = row[split]
-    return result["sweep"]["sweep_ce_k"] if "sweep" in result else result["ce"]
+    return float(result["sweep"]["sweep_ce_k"] if "sweep" in result else result["ce"])
 
 
 def cells(group: list[dict[str, Any]], control: dict[int, float]) -> list[str]:
@@ -136,8 +150,7 @@ def cells(group: list[dict[str, Any]], control: dict[int, float]) -> list[str]:
     gaps = [(best_ce(row, "test"), control[row["seed"]]) for row in group if row["seed"] in control]
     gap = "-"
     if gaps:
-        absolute = statistics.mean(a - b for a, b in gaps)
-        gap = f"{absolute:+.3f} ({statistics.mean((a - b) / b for a, b in gaps):+.1%})"
+        gap = f"{spread([a - b for a, b in gaps], '+.3f')} ({statistics.mean((a - b) / b for a, b in gaps):+.1%})"
     head = [group[0]["title"], str(len(group)), f"{group[0]['tokens_per_block']:,}"]
     ces = [
         spread([pick(row) for row in group])
@@ -157,10 +170,10 @@ def cells(group: list[dict[str, Any]], control: dict[int, float]) -> list[str]:
     return [*head, *ces, gap, *tail, f"{means['span_ce']:.3f}", f"{means['leak_accuracy']:.3f}"]
 
 
-def spread(values: list[float]) -> str:
-    """Return the mean, and the standard deviation where there is one."""
-    mean = f"{statistics.mean(values):.3f}"
-    return mean if len(values) < 2 else f"{mean} ({statistics.stdev(values):.3f})"
+def spread(values: list[float], form: str = ".3f") -> str:
+    """Return the mean, and half its interval where there is more than one seed."""
+    mean = format(statistics.mean(values), form)
+    return mean if len(values) < 2 else f"{mean} +- {half_width(values):.3f}"
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -168,7 +181,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size", choices=SIZES, default="demo")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1])
-    parser.add_argument("--arms", nargs="+", help="names of arms; default: all")
+    parser.add_argument("--arms", nargs="+", choices=arms(SIZES["tiny"]), metavar="ARM", help="default: all arms")
     parser.add_argument("--train", nargs="+", help="train files; default: the python-docs corpus")
     parser.add_argument("--val", nargs="+")
     parser.add_argument("--test", nargs="+")
@@ -178,7 +191,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def main(argv: Sequence[str] | None = None) -> list[dict[str, Any]]:
-    """Run what is missing, print the table and return all rows of the size."""
+    """Run what is missing, print the table and return all rows of the size and the corpus."""
     args = parse(argv)
     if args.threads:
         torch.set_num_threads(args.threads)
@@ -195,20 +208,22 @@ def main(argv: Sequence[str] | None = None) -> list[dict[str, Any]]:
     data.prepare_data()
     for seed in args.seeds:
         for name in args.arms or list(known):
-            if any(row["arm"] == name and row["seed"] == seed for row in stored(args.json, args.size)):
+            rows = stored(args.json, recipe, data.corpus_info.sha256)
+            if any(row["arm"] == name and row["seed"] == seed for row in rows):
                 continue
             row = {"size": args.size, **run(known[name], recipe, data, seed)}
             with args.json.open("a") as lines:
                 lines.write(json.dumps(row) + "\n")
-    rows = stored(args.json, args.size)
+    rows = stored(args.json, recipe, data.corpus_info.sha256)
     print_table(rows)
     return rows
 
 
-def stored(path: Path, size: str) -> list[dict[str, Any]]:
-    """Return the rows of a size that ``path`` holds."""
+def stored(path: Path, recipe: Recipe, sha256: str) -> list[dict[str, Any]]:
+    """Return the rows that ``path`` holds of this recipe on the corpus with this hash."""
     lines = path.read_text().splitlines() if path.exists() else []
-    return [row for row in map(json.loads, lines) if row["size"] == size]
+    wanted = asdict(recipe), sha256
+    return [row for row in map(json.loads, lines) if (row["recipe"], row["corpus_sha256"]) == wanted]
 
 
 if __name__ == "__main__":

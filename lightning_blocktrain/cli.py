@@ -11,14 +11,11 @@ import math
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from lightning_blocktrain.errors import BlockTrainError, CheckpointMismatchError, explain
-
-if TYPE_CHECKING:
-    from lightning_blocktrain.models import ByteTransformer, DiffusionBlocks
 
 LIGHTNING_COMMANDS = {
     "fit": "train a model (Lightning's command line; see 'blocktrain fit --help')",
@@ -233,8 +230,9 @@ def run_evaluate(options: argparse.Namespace) -> int:
 
     from lightning_blocktrain.callbacks.sweep_eval import evaluate_sweep
     from lightning_blocktrain.data import ByteDataModule
-    from lightning_blocktrain.demo.arms import spaced_batches
+    from lightning_blocktrain.demo.arms import mean_nats, spaced_batches
     from lightning_blocktrain.demo.report import sweep_entries, sweep_table
+    from lightning_blocktrain.metrics import bits_per_token
     from lightning_blocktrain.models import DiffusionBlocks
     from lightning_blocktrain.models.loading import load_model
 
@@ -253,8 +251,8 @@ def run_evaluate(options: argparse.Namespace) -> int:
         console.print(_facts(model, bits, sweep.num_bytes, corpus))
         console.print("", sweep_table(sweep_entries(sweep), sweep.num_draws))
     else:
-        nats, num_bytes = _mean_nats(model, tracked)
-        console.print(_facts(model, {"bits per byte": nats / math.log(2)}, num_bytes, corpus))
+        nats, num_bytes = mean_nats(model, tracked)
+        console.print(_facts(model, {"bits per byte": bits_per_token(nats, 1)}, num_bytes, corpus))
     console.print(f"sha256 of the corpus: {info.sha256}", soft_wrap=True)
     return 0
 
@@ -295,19 +293,6 @@ def _tracked(batches: Sequence[Any]) -> Iterable[Any]:
     from rich.progress import track
 
     return track(batches, "evaluating", console=Console(stderr=True), transient=True)
-
-
-def _mean_nats(model: "ByteTransformer | DiffusionBlocks", batches: Iterable[Any]) -> tuple[float, int]:
-    """Return nats per byte and the number of bytes."""
-    import torch
-
-    total, num_bytes = 0.0, 0
-    with torch.no_grad():
-        for batch_idx, batch in enumerate(batches):
-            nats = model.evaluation_nats(batch, batch_idx)
-            total += float(nats.double().sum())
-            num_bytes += nats.numel()
-    return total / num_bytes, num_bytes
 
 
 def _facts(model: object, bits: dict[str, float], num_bytes: int, corpus: str) -> Any:

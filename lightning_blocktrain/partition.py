@@ -243,7 +243,9 @@ def _homes(module: nn.Module, layers: nn.ModuleList, layers_per_block: int) -> d
 def _state_names(module: nn.Module, home_of: Mapping[str, int | None]) -> list[str]:
     """Return one name per parameter and persistent buffer; refuse a tensor whose names have two homes."""
     aliases: dict[int, list[str]] = {}
-    for name, tensor in module.state_dict(keep_vars=True).items():
+    # A module's own state_dict() may leave parameters out, such as those of a frozen backbone.
+    parameters = dict(module.named_parameters(remove_duplicate=False))
+    for name, tensor in {**module.state_dict(keep_vars=True), **parameters}.items():
         # A state dict may hold tensors that are neither, such as the sums of a persistent metric.
         if isinstance(tensor, Tensor) and name in home_of:
             aliases.setdefault(id(tensor), []).append(name)

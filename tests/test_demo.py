@@ -91,8 +91,6 @@ def test_demo_optimizer_bytes_are_two_moments_and_a_step_per_parameter(finished:
         whole = sum(8 * p.numel() + 4 for p in model.parameters())
         layers = TINY.layers_per_block if name in written["participation"] else len(per_layer)
         worker = whole - sum(per_layer[layers:])
-        if name == "byte_transformer":
-            assert written["optimizer_bytes"][name]["per_worker"] == worker
         assert written["optimizer_bytes"][name] == {"per_worker": worker, "whole_model": whole}
 
 

@@ -338,3 +338,19 @@ def test_partition_state_of_a_persistent_metric_is_left_alone() -> None:
     stack.metric.persistent(True)
     assert any(name.startswith("metric.") for name in stack.state_dict())
     assert set(partition(stack, stack.layout(), 2).interface_names) == {"embed.weight", "readout.weight", "mask"}
+
+
+def test_partition_lists_parameters_that_the_module_leaves_out_of_its_state_dict() -> None:
+    class Partial(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed = nn.Embedding(3, 2)
+            self.layers = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])
+
+        def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+            return {name: t for name, t in super().state_dict(*args, **kwargs).items() if "bias" not in name}
+
+    module = Partial()
+    cut = partition(module, BlockLayout(module.layers, module.embed))
+    assert cut.interface_names == ("embed.weight",)
+    assert [sorted(names) for names in cut.block_names] == [[f"layers.{b}.bias", f"layers.{b}.weight"] for b in (0, 1)]

@@ -23,7 +23,7 @@ block index, ``{K}`` a number of draws.
 | ``val/ablation/context_scrambled_ce`` | all draws; inputs permuted within their window | nats per token |
 | ``val/leak_accuracy`` | accuracy of reading the target off the noised input at ``sigma_min`` | ratio |
 | ``test/...`` | as ``val/...``, on the test split | |
-| ``throughput/accepted_tokens_per_s`` | tokens of accepted updates per second of training, all workers | tokens/s |
+| ``throughput/accepted_tokens_per_s`` | tokens of merged block updates per second of training | tokens/s |
 | ``throughput/worker_tokens_per_s`` | tokens processed per second of training, all workers | tokens/s |
 | ``throughput/steps_per_s`` | Lightning optimizer steps (one of every worker) per second of training | steps/s |
 | ``memory/peak_pss_mib`` | largest simultaneous PSS of the process tree since the start | MiB |
@@ -45,7 +45,7 @@ block index, ``{K}`` a number of draws.
 | ``rounds/interface/not_accepted`` | interface updates that were late or refused | count |
 | ``blocktrain/worker_steps`` | inner optimizer steps so far, all workers | count |
 | ``blocktrain/worker_tokens`` | tokens processed so far, all workers | count |
-| ``blocktrain/accepted_tokens`` | tokens of accepted block updates so far | count |
+| ``blocktrain/accepted_tokens`` | tokens of the block updates that were merged so far | count |
 
 The refusals are ``stale``, ``superseded``, ``duplicate``, ``nonfinite``, ``outlier``, ``malformed`` and
 ``unauthorised``; each has its column from the first round on.

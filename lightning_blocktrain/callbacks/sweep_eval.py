@@ -299,21 +299,12 @@ class SweepEvaluation(L.Callback):
 
     @override
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Refuse a module without sweeps, and count validations anew."""
+        """Refuse a module without sweeps, count validations anew and forget the batches of an interrupted loop."""
         if not isinstance(pl_module, DiffusionBlocks):
             rule = "SweepEvaluation needs a DiffusionBlocks module"
             got = f"module={type(pl_module).__name__}"
             raise MisconfigurationException(explain(rule, got, "leave the callback out"))
         self._num_validations = 0
-
-    @override
-    def on_validation_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Forget the batches of an earlier loop."""
-        self._batches = []
-
-    @override
-    def on_test_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Forget the batches of an earlier loop."""
         self._batches = []
 
     @override

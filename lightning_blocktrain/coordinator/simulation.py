@@ -145,7 +145,7 @@ class SimulatedCoordinator:
         self._generator = torch.Generator().manual_seed(seed)
         self._round_idx = 0
         self._worker_steps = 0
-        self._accepted_tokens: Counter[str] = Counter()
+        self._accepted_tokens = 0
         self._counts: Counter[Verdict] = Counter()
 
     def _members(self, entry: str) -> tuple[int, ...]:
@@ -180,12 +180,7 @@ class SimulatedCoordinator:
     @property
     def accepted_tokens(self) -> int:
         """Target tokens merged into the blocks; what the interface merged beside them is not counted again."""
-        return sum(tokens for entry, tokens in self._accepted_tokens.items() if entry != INTERFACE)
-
-    @property
-    def accepted_tokens_by_entry(self) -> dict[str, int]:
-        """Target tokens merged into each entry."""
-        return {entry: self._accepted_tokens[entry] for entry in self._timelines}
+        return self._accepted_tokens
 
     @property
     def counts(self) -> dict[Verdict, int]:
@@ -256,7 +251,8 @@ class SimulatedCoordinator:
                 heapq.heappush(timeline.arrivals, arrival)
         report = self._close_round(timeline, updates, timeline.now_s + ledger.rules.deadline_s, receipts)
         timeline.now_s = report.closed_at
-        self._accepted_tokens[entry] += report.accepted_tokens
+        if entry != INTERFACE:
+            self._accepted_tokens += report.accepted_tokens
         return report
 
     def _close_round(
@@ -300,7 +296,7 @@ class SimulatedCoordinator:
             "block_of_worker": list(self.block_of_worker),
             "round_idx": self._round_idx,
             "worker_steps": self._worker_steps,
-            "accepted_tokens": dict(self._accepted_tokens),
+            "accepted_tokens": self._accepted_tokens,
             "counts": {verdict.value: count for verdict, count in self._counts.items()},
             "generator": self._generator.get_state(),
             "timelines": {entry: _timeline_state(timeline) for entry, timeline in self._timelines.items()},
@@ -329,7 +325,7 @@ class SimulatedCoordinator:
         self._generator.set_state(state["generator"])
         self._round_idx = state["round_idx"]
         self._worker_steps = state["worker_steps"]
-        self._accepted_tokens = Counter(state["accepted_tokens"])
+        self._accepted_tokens = state["accepted_tokens"]
         self._counts = Counter({Verdict(name): count for name, count in state["counts"].items()})
 
 

@@ -35,6 +35,7 @@ ENWIK8_SPLIT_BYTES: dict[Split, int] = {"train": 90_000_000, "val": 5_000_000, "
 ENWIK8_MD5 = "a1fa5ffddb56f4953e226637dabbb36a"
 STORY_END = b"\n<|endoftext|>\n"
 PROBE_TIMEOUT_S = 10.0
+TEXT = "text"
 _ROWS_PER_READ = 1000
 
 Rows = Mapping[str, Sequence[str]]
@@ -61,16 +62,14 @@ class HubCorpus:
 
 
 class TextColumn(Sequence[str]):
-    """One column of a ``datasets.Dataset`` as a sequence of strings that is read in small batches.
+    """The ``text`` column of a ``datasets.Dataset`` as a sequence of strings that is read in small batches.
 
     Args:
         dataset: Any dataset with random access.
-        column: Name of its text column.
     """
 
-    def __init__(self, dataset: Any, column: str = "text") -> None:
+    def __init__(self, dataset: Any) -> None:
         self.dataset = dataset
-        self.column = column
 
     def __len__(self) -> int:
         return len(self.dataset)
@@ -81,12 +80,12 @@ class TextColumn(Sequence[str]):
     def __getitem__(self, index: slice) -> "TextColumn": ...
     def __getitem__(self, index: int | slice) -> "str | TextColumn":
         if isinstance(index, slice):
-            return TextColumn(self.dataset.select(range(*index.indices(len(self)))), self.column)
-        return str(self.dataset[index][self.column])
+            return TextColumn(self.dataset.select(range(*index.indices(len(self)))))
+        return str(self.dataset[index][TEXT])
 
     def __iter__(self) -> Iterator[str]:
         for rows in self.dataset.iter(batch_size=_ROWS_PER_READ):
-            yield from rows[self.column]
+            yield from rows[TEXT]
 
 
 def wikitext_bytes(rows: Iterable[str]) -> Iterator[bytes]:
@@ -168,22 +167,22 @@ HUB_CORPORA: dict[str, HubCorpus] = {
 }
 
 
-def dataset_rows(dataset: Mapping[str, Any], column: str = "text") -> dict[str, TextColumn]:
+def dataset_rows(dataset: Mapping[str, Any]) -> dict[str, TextColumn]:
     """Return the text column of each split of a ``datasets.DatasetDict``.
 
     Raises:
         CorpusError: A split lacks the column.
     """
     for split, table in dataset.items():
-        if column not in table.column_names:
+        if TEXT not in table.column_names:
             raise CorpusError(
                 explain(
                     "a hub corpus must have its text column",
-                    f"column {column!r} missing from split {split!r}",
+                    f"column {TEXT!r} missing from split {split!r}",
                     f"the dataset has changed: it has {', '.join(table.column_names)}",
                 )
             )
-    return {str(split): TextColumn(table, column) for split, table in dataset.items()}
+    return {str(split): TextColumn(table) for split, table in dataset.items()}
 
 
 def load_hub_corpus(name: str, timeout_s: float = PROBE_TIMEOUT_S) -> Mapping[Split, Chunks]:

@@ -5,10 +5,11 @@ windows. Owns what is run and measured; what the numbers mean together is ``repo
 """
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import lightning as L
 import torch
@@ -51,20 +52,12 @@ class Arm:
 
 def diffusion_blocks(recipe: Recipe) -> Arm:
     """Return DiffusionBlocks, each block trained by workers of its own."""
-
-    def module() -> DiffusionBlocks:
-        return DiffusionBlocks(
-            num_layers=recipe.num_layers,
-            num_blocks=recipe.num_blocks,
-            width=recipe.width,
-            num_heads=recipe.num_heads,
-            window_bytes=recipe.window_bytes,
-            lr=recipe.lr,
-            weight_decay=recipe.weight_decay,
-            warmup_steps=recipe.warmup_steps,
-        )
-
-    return Arm("diffusion_blocks", "DiffusionBlocks, blocktrain", module, lambda: block_strategy(recipe))
+    return Arm(
+        "diffusion_blocks",
+        "DiffusionBlocks, blocktrain",
+        lambda: denoising_module(recipe, {}),
+        lambda: block_strategy(recipe),
+    )
 
 
 def byte_transformer(recipe: Recipe) -> Arm:
@@ -93,18 +86,20 @@ ARMS: tuple[Callable[[Recipe], Arm], ...] = (diffusion_blocks, byte_transformer,
 """The runs of the demo: two block-trained models, then their two controls."""
 
 
+def denoising_module(recipe: Recipe, changes: Mapping[str, Any]) -> DiffusionBlocks:
+    """Return untrained DiffusionBlocks of the recipe's shape, with other values for some of its arguments."""
+    return DiffusionBlocks(recipe.num_layers, recipe.num_blocks, **{**common_arguments(recipe), **changes})
+
+
 def causal_module(recipe: Recipe, num_layers: int, num_blocks: int | None = None) -> ByteTransformer:
     """Return an untrained causal Transformer of the recipe's shape and another depth."""
-    return ByteTransformer(
-        num_layers=num_layers,
-        num_blocks=num_blocks,
-        width=recipe.width,
-        num_heads=recipe.num_heads,
-        window_bytes=recipe.window_bytes,
-        lr=recipe.lr,
-        weight_decay=recipe.weight_decay,
-        warmup_steps=recipe.warmup_steps,
-    )
+    return ByteTransformer(num_layers, num_blocks=num_blocks, **common_arguments(recipe))
+
+
+def common_arguments(recipe: Recipe) -> dict[str, Any]:
+    """Return the arguments that every model takes from the recipe."""
+    names = ("width", "num_heads", "window_bytes", "lr", "weight_decay", "warmup_steps")
+    return {name: getattr(recipe, name) for name in names}
 
 
 def block_strategy(recipe: Recipe) -> BlockTrainStrategy:
@@ -311,6 +306,17 @@ def spaced_batches(dataset: ByteBatches, num_windows: int, batch_size: int) -> S
         num_batches -= 1
     wanted = min(num_batches, max(1, num_windows // batch_size))
     return Subset(dataset, [idx * num_batches // wanted for idx in range(wanted)])
+
+
+@torch.no_grad()
+def mean_nats(module: Model, batches: Iterable[Batch]) -> tuple[float, int]:
+    """Return nats per byte of a module in eval mode, and the number of bytes, summed in float64."""
+    total, num_bytes = 0.0, 0
+    for batch_idx, batch in enumerate(batches):
+        nats = module.evaluation_nats(batch, batch_idx)
+        total += float(nats.double().sum())
+        num_bytes += nats.numel()
+    return total / num_bytes, num_bytes
 
 
 def fresh_logger(save_dir: Path, name: str) -> CSVLogger:

@@ -1,8 +1,7 @@
 """The one recipe that all runs of the demo share, and the table of its budgets."""
 
 import math
-from dataclasses import asdict, dataclass, replace
-from typing import Any
+from dataclasses import dataclass, replace
 
 from lightning_blocktrain.errors import explain
 
@@ -73,10 +72,6 @@ class Recipe:
     def tokens_per_block(self) -> int:
         """N, the tokens of every control and of every block."""
         return self.steps * self.batch_size * self.window_bytes
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return the fields for a report."""
-        return asdict(self)
 
 
 BUDGETS = {

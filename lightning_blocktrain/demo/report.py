@@ -8,7 +8,7 @@ import importlib.metadata
 import math
 import platform
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import lightning
@@ -79,12 +79,8 @@ def build_report(results: Sequence[ArmResult], setting: Setting, samples: Mappin
         "participation": {r.arm.name: r.rounds["participation"] for r in results if r.rounds},
         "network": {"name": setting.recipe.network, "simulated": True},
         "test": {"num_windows": sweep.num_bytes // setting.recipe.window_bytes, "num_bytes": sweep.num_bytes},
-        "corpus": {
-            "name": setting.corpus.name,
-            "sha256": setting.corpus.sha256,
-            "split_bytes": dict(setting.corpus.split_bytes),
-        },
-        "recipe": setting.recipe.as_dict(),
+        "corpus": asdict(setting.corpus),
+        "recipe": asdict(setting.recipe),
         "threads": setting.recipe.num_threads or torch.get_num_threads(),
         "versions": versions(),
         "wall_s": setting.wall_s,

@@ -79,8 +79,8 @@ def refuse_other_shape(saved: Mapping[str, Any], current: Mapping[str, Any]) -> 
     Raises:
         CheckpointMismatchError: Naming every field that differs.
     """
-    differing = [f"{name}: saved {saved.get(name)}, now {value}" for name, value in current.items()]
-    differing = [line for line, name in zip(differing, current, strict=True) if saved.get(name) != current[name]]
+    pairs = {name: (saved.get(name), value) for name, value in current.items()}
+    differing = [f"{name}: saved {old}, now {new}" for name, (old, new) in pairs.items() if old != new]
     if differing:
         raise CheckpointMismatchError(
             explain(

@@ -77,12 +77,14 @@ class BlockGuard:
     """Watches each block-local loss: it may not run, or send gradient into, another block.
 
     Args:
-        partition: The module's partition.
+        module: The live module.
+        partition: Its partition.
         tensors: The tensors that workers train, by name.
     """
 
-    def __init__(self, partition: Partition, tensors: Mapping[str, Tensor]) -> None:
+    def __init__(self, module: nn.Module, partition: Partition, tensors: Mapping[str, Tensor]) -> None:
         self._partition = partition
+        self._flags = [(name, parameter, parameter.requires_grad) for name, parameter in module.named_parameters()]
         self._block_idx: int | None = None
         self._checked: set[int] = set()
         interface = [tensors[n] for n in partition.interface_names if n in tensors]
@@ -94,6 +96,19 @@ class BlockGuard:
             for layer in layers
         ]
 
+    def refuse_changed_flags(self) -> None:
+        """Refuse a step after parameters were frozen or unfrozen; call it while no worker acts.
+
+        Raises:
+            MisconfigurationException: Naming them.
+        """
+        changed = [name for name, parameter, flag in self._flags if parameter.requires_grad != flag]
+        if changed:
+            rule = "blocktrain trains the same parameters from the start of a fit to its end"
+            fix = "freeze in setup() or configure_model(), and start another fit to unfreeze"
+            got = "requires_grad changed of " + ", ".join(changed)
+            raise MisconfigurationException(explain(rule, got, fix))
+
     @contextmanager
     def watch(self, block_idx: int) -> Iterator[None]:
         """Hold the code inside to the rules of block ``block_idx``'s loss."""
@@ -104,7 +119,7 @@ class BlockGuard:
             self._block_idx = None
 
     def gradients(self, block_idx: int) -> list[Tensor]:
-        """Return the gradients of block ``block_idx``'s loss.
+        """Return the gradients of block ``block_idx``'s loss; of a sparse one, the values it holds.
 
         Raises:
             MisconfigurationException: If, after the block's first loss, a parameter of it has no gradient.
@@ -116,7 +131,8 @@ class BlockGuard:
                 rule = f"block_training_step must train every parameter of block {block_idx}"
                 fix = "run the block's layers in its loss, or set requires_grad=False before the fit"
                 raise MisconfigurationException(explain(rule, "no gradient in " + ", ".join(missing), fix))
-        return [tensor.grad for tensor in self._trained[block_idx] if tensor.grad is not None]
+        gradients = [tensor.grad for tensor in self._trained[block_idx] if tensor.grad is not None]
+        return [gradient._values() if gradient.is_sparse else gradient for gradient in gradients]
 
     def remove(self) -> None:
         """Take the hooks off the layers."""

@@ -14,6 +14,8 @@ from typing import Any, Literal, cast
 import lightning as L
 import torch
 from lightning.fabric.plugins import CheckpointIO
+from lightning.fabric.utilities.apply_func import move_data_to_device
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.fabric.utilities.types import _PATH
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins.precision import Precision
@@ -44,7 +46,8 @@ class BlockTrainStrategy(SingleDeviceStrategy):
     """Block-replica averaging with deadline acceptance.
 
     ``num_blocks * replicas`` workers train in this process, worker w on block ``w mod num_blocks``. Between batches
-    (validation, checkpoints, your callbacks) the module holds the merged masters.
+    (validation, checkpoints, your callbacks) the module holds the merged masters; what is written to them there does
+    not reach the workers.
 
     Args:
         num_blocks: B; None: the module's own number, else the largest divisor of its layers up to 4.
@@ -122,6 +125,7 @@ class BlockTrainStrategy(SingleDeviceStrategy):
         self._process_stream: Tensor | None = None
         self._loaders: list[WorkerBatchLoader] = []
         self._loader_states: list[dict[str, Any]] = []
+        self._last_state: dict[str, Any] | None = None
         self._tally = Tally()
 
     # What Lightning asks before it starts.
@@ -179,21 +183,22 @@ class BlockTrainStrategy(SingleDeviceStrategy):
             module = self.lightning_module
             self._partition = cut(module, declared_layout(module), self.num_blocks)
             self._loaders, self._loader_states = [], []
+            self._process_stream = self._last_state = None
         super().setup(trainer)
         if fitting:
             refuse_optimizers(self.optimizers)
             seed = torch.initial_seed() % 2**63
             self._run = SimulatedRun(self.lightning_module, self.partition, self.settings, seed)
             self._tally = self._run.tally
-            self._guard = BlockGuard(self.partition, self._run.workers.tensors)
+            self._guard = BlockGuard(self.lightning_module, self.partition, self._run.workers.tensors)
             self._warn_of_stale_validation(trainer)
 
     def _warn_of_stale_validation(self, trainer: L.Trainer) -> None:
-        interval, sync_every = trainer.val_check_interval, self.settings.sync_every
-        if isinstance(interval, int) and interval % sync_every and trainer.enable_validation:
+        interval, round_batches = trainer.val_check_interval, self.settings.sync_every * trainer.accumulate_grad_batches
+        if isinstance(interval, int) and interval % round_batches and trainer.enable_validation:
             rank_zero_warn(
-                f"val_check_interval={interval} is not a multiple of sync_every={sync_every}: validation will see the "
-                "masters of the last closed round, not the newest steps."
+                f"val_check_interval={interval} is not a multiple of the {round_batches} batches of a round: "
+                "validation will see the masters of the last closed round, not the newest steps."
             )
 
     @override
@@ -230,32 +235,42 @@ class BlockTrainStrategy(SingleDeviceStrategy):
         **kwargs: Any,
     ) -> Any:
         """Take one inner step for every worker, then close the round if it is due."""
+        assert self._guard is not None
         trainer = self._trainer
         accumulates = trainer.fit_loop._should_accumulate()
-        for worker in self.run.workers:
-            self._acting, self._batch_counted = worker, False
-            with self.run.workers.acting(worker, optimizer):
-                checked = self._checked(closure, worker)
-                result = checked() if accumulates else super().optimizer_step(optimizer, checked, model, **kwargs)
-        self._acting = None
+        self._guard.refuse_changed_flags()
+        try:
+            for worker in self.run.workers:
+                self._acting, self._batch_counted = worker, False
+                with self.run.workers.acting(worker, optimizer):
+                    checked = self._checked(closure, worker)
+                    result = checked() if accumulates else super().optimizer_step(optimizer, checked, model, **kwargs)
+        finally:
+            self._acting = None
         if not accumulates:
             self.run.finish_step(last=_is_last_step(trainer))
         return result
 
     @override
-    def training_step(self, dealt: Any, batch_idx: int, *args: Any) -> STEP_OUTPUT:
+    def training_step(self, dealt: Any, *args: Any) -> STEP_OUTPUT:
         """Return the acting worker's block-local loss on its own batch."""
         worker, guard, module = self._acting, self._guard, self.lightning_module
-        assert worker is not None and guard is not None and module is not None
+        assert guard is not None and module is not None
+        if worker is None:
+            rule = "blocktrain runs the closure of a step itself, once per worker"
+            fix = "call optimizer.step(closure=optimizer_closure) for every batch"
+            raise MisconfigurationException(explain(rule, "a closure that optimizer_step() called", fix))
+        # Lightning passes it only where the module's training_step takes it.
+        batch_idx = self._trainer.fit_loop.epoch_loop.batch_idx
         batch = batch_of(dealt, worker.worker_id)
         if not self._batch_counted:  # an optimizer such as LBFGS evaluates its batch many times
             self.run.count_batch(worker, count_tokens(module, batch))
             self._batch_counted = True
         with self.precision_plugin.train_step_context(), guard.watch(worker.block_idx):
             output = cast(SupportsBlockTraining, module).block_training_step(batch, batch_idx, worker.block_idx)
-        loss = output["loss"] if isinstance(output, Mapping) else output
+        loss = output.get("loss") if isinstance(output, Mapping) else output  # Lightning says what a dict must hold
         if isinstance(loss, Tensor) and not torch.isfinite(loss).all():
-            raise NonFiniteError(self._non_finite("the loss", f"loss={float(loss):g}", worker))
+            raise NonFiniteError(self._non_finite("the loss", f"loss={float(loss.detach()):g}", worker))
         return output
 
     def _checked(self, closure: Callable[[], Any], worker: Worker) -> Callable[[], Any]:
@@ -264,6 +279,8 @@ class BlockTrainStrategy(SingleDeviceStrategy):
         def run() -> Any:
             assert self._guard is not None
             result = closure()
+            if result is None:  # the module skips this batch
+                return None
             gradients = self._guard.gradients(worker.block_idx)
             if getattr(self.precision_plugin, "scaler", None) is None:
                 norm = torch.nn.utils.get_total_norm(gradients)
@@ -275,7 +292,7 @@ class BlockTrainStrategy(SingleDeviceStrategy):
 
     def _non_finite(self, what: str, got: str, worker: Worker) -> str:
         where = f"{got} at step {self._trainer.global_step}, block {worker.block_idx}, worker {worker.worker_id}"
-        return explain(f"{what} must be finite", where, "no update was made; lower the learning rate or clip")
+        return explain(f"{what} must be finite", where, "this worker made no update; lower the learning rate or clip")
 
     @override
     def on_train_end(self) -> None:
@@ -321,10 +338,11 @@ class BlockTrainStrategy(SingleDeviceStrategy):
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any | None = None) -> None:
         """Add every worker's own state and the coordinator's to a full checkpoint, and write it."""
-        if self._run is not None and "optimizer_states" in checkpoint:
+        state = self._last_state if self._run is None else self._run.state_dict()
+        if state is not None and "optimizer_states" in checkpoint:
             # Taken out of Lightning's own place: another strategy's loaders could not take them.
             loaders = checkpoint["loops"]["fit_loop"]["state_dict"].pop("combined_loader", [])
-            checkpoint[block_checkpoint.KEY] = {**self._run.state_dict(), "loaders": loaders}
+            checkpoint[block_checkpoint.KEY] = {**state, "loaders": loaders}
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
     @override
@@ -352,9 +370,15 @@ class BlockTrainStrategy(SingleDeviceStrategy):
 
     @override
     def teardown(self) -> None:
-        """Give the module back as it came, with the merged masters; safe to call twice or before ``connect``."""
+        """Give the module back as it came, with the merged masters; safe to call twice or before ``connect``.
+
+        The state of the run stays, on the CPU, for a ``trainer.save_checkpoint`` after the fit.
+        """
         if self._guard is not None:
             self._guard.remove()
+        if self._run is not None:
+            self._last_state = move_data_to_device(self._run.state_dict(), torch.device("cpu"))
+            self.optimizers[0].state = self._run.workers.first_state()
         self._guard = self._run = self._partition = None
         super().teardown()
 

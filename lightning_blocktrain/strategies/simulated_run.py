@@ -121,6 +121,7 @@ class SimulatedRun:
         """Count one inner step of every worker; close the round if it is full or the run ends here."""
         for worker in self.workers:
             worker.num_steps += 1
+            worker.gradients = {}  # spent; what one worker needs at a time is not held for all of them
         self.tally.worker_steps += len(self.workers)
         self.steps_in_round += 1
         if last or self.steps_in_round == self.settings.sync_every:
@@ -144,8 +145,11 @@ class SimulatedRun:
         self.tally.accepted_tokens = self.coordinator.accepted_tokens
 
     def finish(self) -> None:
-        """Merge what a run that was stopped inside a round has not merged; deliver what is still under way."""
-        if self.steps_in_round:
+        """Merge what a run that was stopped inside a round has not merged; deliver what is still under way.
+
+        Weights that somebody else has put into the module stay: a callback's average over the run, for example.
+        """
+        if self.steps_in_round and all(self.workers.show(entry) for entry in self.coordinator.masters.values()):
             self.finish_round(final=True)
         self.coordinator.flush()
 
@@ -190,11 +194,11 @@ class SimulatedRun:
         """Continue the run that ``state`` was taken of.
 
         Raises:
-            CheckpointMismatchError: If it had another shape; nothing is loaded then.
+            CheckpointMismatchError: If it had another shape or trained other tensors.
         """
         block_checkpoint.refuse_other_shape(state["shape"], self.shape())
+        self.coordinator.load_state_dict(state["coordinator"])  # first, since it refuses other tensors by name
         block_checkpoint.load_worker_states(self.workers, optimizer, param_groups, state["workers"])
-        self.coordinator.load_state_dict(state["coordinator"])
         self.steps_in_round = state["steps_in_round"]
         self.tally = Tally(**state["tally"])
 

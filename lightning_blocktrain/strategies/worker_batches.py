@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning_utilities.core.apply_func import apply_to_collection
+from torch import Tensor
 
 from lightning_blocktrain.errors import explain
 
@@ -26,8 +27,11 @@ class WorkerBatchLoader:
     The last ``len(loader) % num_workers`` batches of an epoch are left out, so that all workers have taken the same
     number of steps; the next epoch's order deals other batches there.
 
-    It can be resumed inside an epoch: the state holds the random state from which the epoch's order was drawn and how
-    many groups were trained on.
+    It can be resumed inside an epoch: the state holds the random states from which the epoch's order was drawn (the
+    process's, and those of the loader's and the sampler's own generators) and how many groups were trained on. The rest
+    of the epoch is drawn anew for a loader with ``persistent_workers``, and for one that is cycled beside a longer one.
+
+    What else it shows, such as ``dataset``, is the wrapped loader's.
 
     Args:
         loader: Any iterable of batches.
@@ -40,7 +44,11 @@ class WorkerBatchLoader:
         self.loader = loader
         self.num_workers = num_workers
         self._groups_trained = groups_trained
-        self._random_state = torch.get_rng_state()
+        parts = (loader, getattr(loader, "sampler", None))
+        own = dict.fromkeys(getattr(part, "generator", None) for part in parts)
+        self._own_generators = [generator for generator in own if isinstance(generator, torch.Generator)]
+        # Loader processes are sent their first indices as the iterator is made; without them the order is drawn later.
+        self._drawn_from = {"at_iter": self._random_states(), "at_first_batch": self._random_states()}
         self._resume: dict[str, Any] | None = None
         length = sized_length(loader)
         if length is not None and length < num_workers:
@@ -52,15 +60,11 @@ class WorkerBatchLoader:
                 )
             )
 
-    @property
-    def sampler(self) -> Any:
-        """The wrapped loader's sampler, so that Lightning can tell it the epoch."""
-        return getattr(self.loader, "sampler", None)
-
-    @property
-    def batch_sampler(self) -> Any:
-        """The wrapped loader's batch sampler, so that Lightning can tell it the epoch."""
-        return getattr(self.loader, "batch_sampler", None)
+    def __getattr__(self, name: str) -> Any:
+        """Show the wrapped loader's attributes: Lightning tells the sampler the epoch, users look at the data set."""
+        if name == "loader":  # not set yet, in a copy that is being made
+            raise AttributeError(name)
+        return getattr(self.loader, name)
 
     def __len__(self) -> int:
         length = sized_length(self.loader)
@@ -69,32 +73,43 @@ class WorkerBatchLoader:
         return length // self.num_workers
 
     def __iter__(self) -> Iterator[WorkerBatches]:
-        return self._epoch(iter(self.loader))
+        at_iter = self._random_states()
+        return self._epoch(iter(self.loader), at_iter)
 
-    def _epoch(self, batches: Iterator[Any]) -> Iterator[WorkerBatches]:
+    def _epoch(self, batches: Iterator[Any], at_iter: list[Tensor]) -> Iterator[WorkerBatches]:
         """Deal one epoch; everything here happens at its first batch, when a checkpoint has long been loaded."""
         resume, self._resume = self._resume, None
-        if resume is None:
-            self._random_state = torch.get_rng_state()
-            yield from self._groups(batches)
-        elif resume["groups_trained"] == 0:
-            # The iterator at hand drew from the stream of before the checkpoint was loaded.
+        if resume is not None:
+            # The iterator at hand drew from the streams of before the checkpoint was loaded.
+            del batches
+            if resume["groups_trained"]:
+                yield from self._resumed(resume)
+                return
+            for generator, state in zip(self._own_generators, resume["own_generators"], strict=False):
+                generator.set_state(state)
+            at_iter = self._random_states()
             batches = iter(self.loader)
-            self._random_state = torch.get_rng_state()
-            yield from self._groups(batches)
-        else:
-            yield from self._resumed(resume)
+        self._drawn_from = {"at_iter": at_iter, "at_first_batch": self._random_states()}
+        yield from self._groups(batches)
 
     def _resumed(self, resume: dict[str, Any]) -> Iterator[WorkerBatches]:
         """Redraw the interrupted epoch's order and pass over the groups that were trained on."""
         now = torch.get_rng_state()
+        self._drawn_from = resume["drawn_from"]
+        self._set_random_states(self._drawn_from["at_iter"])
         groups = self._groups(iter(self.loader))
-        self._random_state = resume["random_state"]
-        torch.set_rng_state(self._random_state)
+        self._set_random_states(self._drawn_from["at_first_batch"])
         for _ in islice(groups, resume["groups_trained"]):
             pass
         torch.set_rng_state(now)
         yield from groups
+
+    def _random_states(self) -> list[Tensor]:
+        return [generator.get_state() for generator in (torch.default_generator, *self._own_generators)]
+
+    def _set_random_states(self, states: list[Tensor]) -> None:
+        for generator, state in zip((torch.default_generator, *self._own_generators), states, strict=False):
+            generator.set_state(state)
 
     def _groups(self, batches: Iterator[Any]) -> Iterator[WorkerBatches]:
         while len(group := WorkerBatches(islice(batches, self.num_workers))) == self.num_workers:
@@ -102,7 +117,11 @@ class WorkerBatchLoader:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position inside the epoch."""
-        return {"groups_trained": self._groups_trained(), "random_state": self._random_state}
+        return {
+            "groups_trained": self._groups_trained(),
+            "drawn_from": self._drawn_from,
+            "own_generators": [generator.get_state() for generator in self._own_generators],
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Make the next epoch continue where ``state`` was taken."""

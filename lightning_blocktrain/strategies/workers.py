@@ -70,10 +70,12 @@ class SimulatedWorkers:
         self.tensors = _trained_tensors(module, partition)
         self.merged = {name: tensor.detach().clone() for name, tensor in self.tensors.items()}
         self._trainable = {name for name, tensor in self.tensors.items() if tensor.requires_grad}
-        names = [*partition.interface_names, *(name for block in partition.block_names for name in block)]
+        self._buffer_places = [place for place in _buffer_places(module) if place[0] in self.tensors]
+        # A frozen prefix runs in the version of the round, but batch norm writes to its buffers.
+        frozen_prefix = partition.layout.prefix == "frozen"
+        self._lent = {name for name, *_ in self._buffer_places} if frozen_prefix else set()
         self.interface_names = [n for n in partition.interface_names if n in self.tensors]
         self.block_names = [[n for n in block if n in self.tensors] for block in partition.block_names]
-        assert set(self.tensors) <= set(names)
         self._workers = [self._new_worker(w, seed) for w in range(partition.num_blocks * replicas)]
         self.show_merged()
 
@@ -92,14 +94,16 @@ class SimulatedWorkers:
     @contextmanager
     def acting(self, worker: Worker, optimizer: Optimizer) -> Iterator[None]:
         """Rebind the module and the optimizer to ``worker``'s storage, gradients, state and random stream."""
-        for name, tensor in self.tensors.items():
-            mine = name in worker.local
-            tensor.requires_grad_(mine and name in self._trainable)
-            if mine:
-                tensor.data = worker.local[name]
-                tensor.grad = worker.gradients.get(name)
-        optimizer.state = worker.optimizer_state
         try:
+            for name, tensor in self.tensors.items():
+                mine = name in worker.local
+                tensor.requires_grad_(mine and name in self._trainable)
+                if mine:
+                    tensor.data = worker.local[name]
+                    tensor.grad = worker.gradients.get(name)
+                elif name in self._lent:
+                    tensor.data = self.merged[name].clone()
+            optimizer.state = worker.optimizer_state
             with _random_stream(worker):
                 yield
             self._keep(worker)
@@ -108,17 +112,26 @@ class SimulatedWorkers:
             self.show_merged()
 
     def _keep(self, worker: Worker) -> None:
-        """Read the worker's tensors back: an optimizer or the user's code may have rebound them."""
-        worker.local = {name: self.tensors[name].data for name in worker.local}
+        """Read the worker's tensors back: an optimizer may have rebound them, the user's code assigned buffers anew."""
+        assigned = {name: owner._buffers[key] for name, owner, key in self._buffer_places}
+        now = {**self.tensors, **{name: buffer for name, buffer in assigned.items() if buffer is not None}}
+        worker.local = {name: now[name].data for name in worker.local}
         gradients = {name: self.tensors[name].grad for name in worker.local}
         worker.gradients = {name: grad for name, grad in gradients.items() if grad is not None}
 
     def show_merged(self) -> None:
         """Rebind the module to the merged masters, without gradients and with its own ``requires_grad`` flags."""
+        for name, owner, key in self._buffer_places:
+            owner._buffers[key] = self.tensors[name]
         for name, tensor in self.tensors.items():
             tensor.data = self.merged[name]
             tensor.grad = None
             tensor.requires_grad_(name in self._trainable)
+
+    def show(self, masters: Mapping[str, Tensor]) -> bool:
+        """Tell whether the module's parameters are these masters (fp32), up to its own dtype."""
+        names = self._trainable & masters.keys()
+        return all(torch.equal(self.tensors[n].data, masters[n].to(self.tensors[n].dtype)) for n in names)
 
     def load_masters(self, masters: Mapping[str, Tensor]) -> None:
         """Copy merged masters (fp32) into the module's storage and dtype."""
@@ -192,13 +205,19 @@ def _trained_tensors(module: nn.Module, partition: Partition) -> dict[str, Tenso
     return {name: tensor for name, tensor in {**parameters, **buffers}.items() if name in every}
 
 
+def _buffer_places(module: nn.Module) -> list[tuple[str, nn.Module, str]]:
+    """Return each buffer's name, the submodule that holds it and its key there."""
+    owners = module.named_modules()
+    return [(f"{path}.{key}".lstrip("."), owner, key) for path, owner in owners for key in owner._buffers]
+
+
 @contextmanager
 def _random_stream(worker: Worker) -> Iterator[None]:
     """Let ``worker`` draw from its own stream; worker 0 draws from the process's."""
     if worker.random_state is None:
         yield
         return
-    devices = list(range(torch.cuda.device_count())) if torch.cuda.is_available() else []
+    devices = sorted({tensor.get_device() for tensor in worker.local.values() if tensor.is_cuda})
     with torch.random.fork_rng(devices):
         torch.set_rng_state(worker.random_state)
         for device in devices:

@@ -40,9 +40,30 @@ def test_quality_run_small_writes_one_row_per_run_and_skips_what_is_there(tmp_pa
         ("causal_full", 1),
         ("diffusion_blocks", 0),
     ]
+    text.write_bytes(text.read_bytes()[::-1])
+    rows = quality.main([*options, "--seeds", "0", "--arms", "causal_full"])
+    assert len(rows) == 1 and len(out.read_text().splitlines()) == 4  # another corpus: nothing is there yet
     sweep = json.loads(first.splitlines()[1])["test"]["sweep"]
     assert sweep["composition_gain"] == pytest.approx(sweep["prior_ce_k"] - sweep["sweep_ce_k"])
     assert "gap to causal L" in capsys.readouterr().out
+
+
+def row(arm: str, seed: int, ce: float) -> dict:
+    scores = {"ce": ce, "num_bytes": 8}
+    return {"arm": arm, "title": arm, "seed": seed, "tokens_per_block": 8, "val": scores, "test": scores}
+
+
+def test_gap_to_the_control_is_paired_by_seed_with_its_t_interval():
+    """Gaps .1 and .3: mean .2, half width t(.975, 1) * .2 / 2 = 1.271."""
+    group = [row("arm", 0, 1.1), row("arm", 1, 2.3), row("arm", 2, 9.0)]
+    assert quality.cells(group, {0: 1.0, 1: 2.0})[7] == "+0.200 +- 1.271 (+12.5%)"
+    assert quality.cells(group[:1], {0: 1.0})[3:8] == ["1.100"] * 4 + ["+0.100 (+10.0%)"]
+
+
+def test_unknown_arm_is_refused_before_anything_is_trained(tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        quality.main(["--json", str(tmp_path / "rows"), "--arms", "causal_half"])
+    assert "causal_half" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", quality.VARIANTS)

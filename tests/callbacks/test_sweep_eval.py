@@ -244,6 +244,23 @@ def test_callback_logs_report_of_first_batches_in_validation_and_test() -> None:
     assert callback.report == expected
 
 
+def test_callback_after_an_interrupted_validation_evaluates_new_batches_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, batches = opinionated(), make_batches(2, 2, 2)
+    callback = SweepEvaluation(num_draws=1)
+    real = model.evaluation_nats
+
+    def interrupted(batch: Batch, batch_idx: int) -> Tensor:
+        if batch_idx == 1:
+            raise RuntimeError("interrupted")
+        return real(batch, batch_idx)
+
+    with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="interrupted"):
+        patch.setattr(model, "evaluation_nats", interrupted)
+        quiet_trainer(callback).validate(model, loader(batches), verbose=False)
+    quiet_trainer(callback).validate(model, loader(batches[2:]), verbose=False)
+    assert callback.report == evaluate_sweep(model, batches[2:], num_draws=1)
+
+
 def test_callback_evaluates_every_nth_validation_and_not_the_sanity_check(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[int] = []
     real = sweep_eval.evaluate_sweep

@@ -108,7 +108,7 @@ def test_target_table_rows_have_the_target_norm(norm: float) -> None:
 
 
 @pytest.mark.parametrize("sigma", [1.0, 10.0])
-def test_streams_at_initialisation_have_comparable_norms(sigma: float) -> None:
+def test_streams_before_the_gate_have_comparable_norms_and_the_gate_sets_their_ratio(sigma: float) -> None:
     model = DiffusionBlocks(**{**SMALL, "width": 128})
     inputs, targets = random_batch()
     seen: dict[str, Tensor] = {}
@@ -119,14 +119,12 @@ def test_streams_at_initialisation_have_comparable_norms(sigma: float) -> None:
     z = noisy_targets(model, targets, torch.randn(4, T, 128), sigma)
     with torch.no_grad():
         model.denoise(0, inputs, z, torch.full((4,), sigma))
-    context, noisy = (
-        seen["norm_context"].norm(dim=-1).mean(),
-        (model.z_gate.detach() * seen["norm_z"]).norm(dim=-1).mean(),
-    )
+    context, noisy = (seen[name].norm(dim=-1).mean() for name in ("norm_context", "norm_z"))
     assert 0.8 < float(context / noisy) < 1.25
     assert float(seen["noise_embedding"].norm(dim=-1).mean()) < 0.2 * float(context)
-    # Independent streams of norm sqrt(D) add up to sqrt(2 D), so that neither drowns in the layers' input.
-    assert float(hidden[0].norm(dim=-1).mean()) == pytest.approx(math.sqrt(2 * 128), rel=0.1)
+    # Independent streams of norm sqrt(D), the noisy one behind its gate.
+    expected = math.sqrt(128 * (1 + float(model.z_gate.detach().mean()) ** 2))
+    assert float(hidden[0].norm(dim=-1).mean()) == pytest.approx(expected, rel=0.1)
 
 
 @pytest.mark.parametrize("block_idx", range(B))

@@ -256,6 +256,39 @@ class TestCheckpoints:
         back.fit(TwoBlocks(), loader(), ckpt_path=tmp_path / "plain.ckpt")
         assert back.global_step == 8 and strategy.worker_steps == 4
 
+    def test_a_checkpoint_saved_after_the_fit_resumes_as_one_saved_at_its_last_step(self, make_trainer, tmp_path):
+        def trainer(**options: Any) -> L.Trainer:
+            strategy = BlockTrainStrategy(sync_every=4, outer_optimizer=OuterSGD(momentum=0.9))
+            return make_trainer(strategy, **options)
+
+        def resumed(name: str) -> dict[str, Tensor]:
+            module = TwoBlocks(dropout=0.3)
+            L.seed_everything(77, verbose=False)
+            trainer(max_epochs=2).fit(module, loader(), ckpt_path=tmp_path / name)
+            return weights(module)
+
+        save = ModelCheckpoint(tmp_path, "inside", every_n_train_steps=12)
+        first = trainer(enable_checkpointing=True, callbacks=[save])
+        fit(seeded(TwoBlocks, dropout=0.3), first)
+        first.save_checkpoint(tmp_path / "after.ckpt")
+        inside, after = (torch.load(tmp_path / f"{name}.ckpt", weights_only=True) for name in ("inside", "after"))
+        assert after["optimizer_states"][0]["state"].keys() == inside["optimizer_states"][0]["state"].keys() != set()
+        assert_same(resumed("after.ckpt"), resumed("inside.ckpt"))
+
+    def test_a_checkpoint_between_steps_holds_no_spent_gradients(self, make_trainer, tmp_path):
+        save = ModelCheckpoint(tmp_path, "ours", every_n_train_steps=2)
+        fit(seeded(TwoBlocks), make_trainer(max_steps=2, enable_checkpointing=True, callbacks=[save]))
+        stored = torch.load(tmp_path / "ours.ckpt", weights_only=True)["blocktrain"]["workers"]
+        assert [worker["gradients"] for worker in stored.values()] == [{}, {}]
+
+    def test_resume_with_other_trained_tensors_names_them(self, make_trainer, tmp_path):
+        save = ModelCheckpoint(tmp_path, "ours", every_n_train_steps=2)
+        fit(seeded(TwoBlocks), make_trainer(max_steps=2, enable_checkpointing=True, callbacks=[save]))
+        module = TwoBlocks()
+        module.embed.requires_grad_(False)
+        with pytest.raises(CheckpointMismatchError, match=r"embed\.weight stored=.* here=None"):
+            make_trainer(max_steps=4).fit(module, loader(), ckpt_path=tmp_path / "ours.ckpt")
+
     def test_resume_with_other_counts_names_every_difference(self, make_trainer, tmp_path):
         save = ModelCheckpoint(tmp_path, "ours", every_n_train_steps=2)
         fit(seeded(TwoBlocks), make_trainer(max_steps=2, enable_checkpointing=True, callbacks=[save]))
@@ -323,6 +356,47 @@ class TestLightningFeatures:
             assert int(layer.norm.num_batches_tracked) == 4
             assert bool((layer.norm.running_var > 0).all()) and not torch.equal(layer.norm.running_mean, torch.zeros(6))
 
+    def test_buffers_that_the_module_assigns_anew_stay_each_worker_s_own(self, make_trainer):
+        class Counting(TwoBlocks):
+            def __init__(self) -> None:
+                super().__init__()
+                self.register_buffer("seen", torch.zeros(()))
+
+            def block_training_step(self, batch, batch_idx, block_idx):
+                self.seen = self.seen + 1
+                return super().block_training_step(batch, batch_idx, block_idx)
+
+        module = seeded(Counting)
+        fit(module, make_trainer(BlockTrainStrategy(replicas=2, sync_every=2), max_steps=4))
+        assert float(module.seen) == 4  # the mean over four workers of four steps each
+
+    def test_a_frozen_prefix_leaves_the_buffers_of_its_blocks_alone_inside_a_round(self, make_trainer):
+        class Prefixed(TwoBlocks):
+            def __init__(self) -> None:
+                super().__init__()
+                self.layers = nn.ModuleList(
+                    nn.Sequential(nn.Linear(6, 6), nn.Flatten(0, 1), nn.BatchNorm1d(6), nn.Unflatten(0, (2, 5)))
+                    for _ in range(4)
+                )
+
+            def configure_blocks(self):
+                return {**super().configure_blocks(), "prefix": "frozen"}
+
+            def block_training_step(self, batch, batch_idx, block_idx):
+                with torch.no_grad():
+                    hidden = nn.Sequential(self.embed, *self.layers[: 2 * block_idx])(batch[0])
+                hidden = nn.Sequential(*self.layers[2 * block_idx : 2 * block_idx + 2], self.readout)(hidden)
+                return nn.functional.cross_entropy(hidden.flatten(0, -2), batch[1].flatten())
+
+        seen: list[int] = []
+
+        class Watch(L.Callback):
+            def on_train_batch_end(self, trainer, pl_module, *args):
+                seen.append(int(pl_module.layers[0][2].num_batches_tracked))
+
+        fit(seeded(Prefixed), make_trainer(BlockTrainStrategy(sync_every=3), max_steps=6, callbacks=[Watch()]))
+        assert seen == [0, 0, 3, 3, 3, 6]
+
     def test_bf16_true_merges_in_fp32_and_casts_once(self, make_trainer):
         module = seeded(TwoBlocks)
         strategy = BlockTrainStrategy(replicas=2, sync_every=2)
@@ -389,6 +463,69 @@ class TestLightningFeatures:
         callback = WeightAveraging()
         fit(seeded(TwoBlocks), make_trainer(BlockTrainStrategy(sync_every=4), callbacks=[callback], max_steps=8))
         assert callback._average_model.n_averaged > 0
+
+    def test_weights_that_a_callback_leaves_at_the_end_of_a_stopped_run_stay(self, make_trainer):
+        class StopInsideRound(L.Callback):
+            def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+                trainer.should_stop = batch_idx == 5
+
+        average = WeightAveraging(avg_fn=lambda averaged, current, num_averaged: averaged)
+        module = seeded(TwoBlocks)
+        fit(module, make_trainer(BlockTrainStrategy(sync_every=4), callbacks=[average, StopInsideRound()]))
+        assert_same(weights(module), weights(average._average_model.module))
+
+    def test_sparse_gradients_train(self, make_trainer):
+        class Sparse(TwoBlocks):
+            def __init__(self) -> None:
+                super().__init__()
+                self.embed = nn.Embedding(16, 6, sparse=True)
+
+            def configure_optimizers(self):
+                return torch.optim.SGD(self.parameters(), lr=0.1)
+
+        module = seeded(Sparse)
+        before = weights(module)["embed.weight"]
+        assert not torch.equal(fit(module, make_trainer(max_steps=2))["embed.weight"], before)
+
+    def test_a_loss_of_none_skips_the_batch(self, make_trainer):
+        class Skipping(TwoBlocks):
+            def block_training_step(self, batch, batch_idx, block_idx):
+                return None if batch_idx == 0 else super().block_training_step(batch, batch_idx, block_idx)
+
+        module = seeded(Skipping)
+        before = weights(module)
+        assert_same(fit(module, make_trainer(max_steps=1)), before)
+        after = fit(module, make_trainer(max_steps=2))
+        assert not torch.equal(after["layers.0.linear.weight"], before["layers.0.linear.weight"])
+
+    def test_a_training_step_without_batch_idx_and_the_loader_s_data_set_are_no_obstacle(self, make_trainer):
+        seen: list[tuple[int, int]] = []
+
+        class Short(TwoBlocks):
+            def training_step(self, batch):
+                return self._loss(batch, self.layers)
+
+            def block_training_step(self, batch, batch_idx, block_idx):
+                seen.append((batch_idx, len(self.trainer.train_dataloader.dataset)))
+                return super().block_training_step(batch, batch_idx, block_idx)
+
+        fit(seeded(Short), make_trainer(max_steps=2))
+        assert seen == [(0, 48), (0, 48), (1, 48), (1, 48)]
+
+    def test_an_interrupted_step_leaves_masters_flags_and_hooks_as_they_were(self, make_trainer):
+        class Interrupted(TwoBlocks):
+            def block_training_step(self, batch, batch_idx, block_idx):
+                if (batch_idx, block_idx) == (2, 1):
+                    raise KeyboardInterrupt
+                return super().block_training_step(batch, batch_idx, block_idx)
+
+        module = seeded(Interrupted)
+        masters = fit(seeded(TwoBlocks), make_trainer(BlockTrainStrategy(sync_every=2), max_steps=2))
+        with pytest.raises(SystemExit):
+            fit(module, make_trainer(BlockTrainStrategy(sync_every=2)))
+        assert_same(weights(module), masters)
+        assert all(p.requires_grad and p.grad is None for p in module.parameters())
+        assert not any(layer._forward_hooks for layer in module.layers)
 
     @pytest.mark.parametrize("preset", ["lockstep", "mild"])
     def test_training_lowers_the_loss_of_every_model(self, make_trainer, preset):
@@ -518,9 +655,29 @@ class TestBadInput:
         assert_same(weights(module), reference)
 
     def test_a_validation_interval_off_the_rounds_warns(self, make_trainer):
-        with pytest.warns(UserWarning, match="val_check_interval=3 is not a multiple of sync_every=2"):
-            trainer = make_trainer(BlockTrainStrategy(sync_every=2), val_check_interval=3)
+        with pytest.warns(UserWarning, match="val_check_interval=2 is not a multiple of the 4 batches of a round"):
+            options = {"val_check_interval": 2, "accumulate_grad_batches": 2}
+            trainer = make_trainer(BlockTrainStrategy(sync_every=2), **options)
             trainer.fit(TwoBlocks(), loader(), loader(8, shuffle=False))
+
+    def test_a_closure_that_the_module_calls_itself_is_refused_with_the_right_call(self, make_trainer):
+        class Calling(TwoBlocks):
+            def optimizer_step(self, epoch, batch_idx, optimizer, optimizer_closure=None):
+                optimizer_closure()
+
+        with pytest.raises(MisconfigurationException, match=r"call optimizer.step\(closure=optimizer_closure\)"):
+            fit(Calling(), make_trainer())
+
+    @pytest.mark.parametrize("before", [True, False])
+    def test_a_parameter_frozen_or_unfrozen_inside_a_fit_is_refused_by_name(self, make_trainer, before):
+        class Toggle(L.Callback):
+            def on_train_batch_end(self, trainer, pl_module, *args):
+                pl_module.embed.requires_grad_(not before)
+
+        module = TwoBlocks()
+        module.embed.requires_grad_(before)
+        with pytest.raises(MisconfigurationException, match=r"requires_grad changed of embed\.weight"):
+            fit(module, make_trainer(callbacks=[Toggle()]))
 
     def test_teardown_before_connect_and_twice_is_harmless(self):
         strategy = BlockTrainStrategy()

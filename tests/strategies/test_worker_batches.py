@@ -1,6 +1,6 @@
 import pytest
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, RandomSampler
 
 from lightning_blocktrain.strategies.worker_batches import WorkerBatches, WorkerBatchLoader, batch_of, sized_length
 
@@ -25,11 +25,28 @@ def test_loader_without_length_has_none():
     assert list(dealt) == [[0, 1], [2, 3]]
 
 
-@pytest.mark.parametrize("trained", [0, 2, 5])
-def test_resumed_epoch_of_a_shuffled_loader_continues_with_the_same_order(trained):
-    def loader():
-        return DataLoader(torch.arange(20), batch_size=2, shuffle=True)
+def plain():
+    return DataLoader(torch.arange(20), batch_size=2, shuffle=True)
 
+
+def with_process():
+    return DataLoader(torch.arange(20), batch_size=2, shuffle=True, num_workers=1)
+
+
+def with_generator():
+    return DataLoader(torch.arange(20), batch_size=2, shuffle=True, generator=torch.Generator().manual_seed(3))
+
+
+def with_sampler():
+    sampler = RandomSampler(range(20), generator=torch.Generator().manual_seed(3))
+    return DataLoader(torch.arange(20), batch_size=2, sampler=sampler)
+
+
+@pytest.mark.parametrize(
+    ("loader", "trained"),
+    [(plain, 0), (plain, 2), (plain, 5), (with_process, 2), (with_generator, 2), (with_sampler, 2)],
+)
+def test_resumed_epoch_of_a_shuffled_loader_continues_with_the_same_order(loader, trained):
     torch.manual_seed(1)
     first = deal(loader(), trained=trained)
     torch.rand(3)
@@ -45,6 +62,24 @@ def test_resumed_epoch_of_a_shuffled_loader_continues_with_the_same_order(traine
         assert len(rest) == 5 - trained and all(map(torch.equal, rest, whole[trained:]))
     else:  # between epochs the next order is drawn afresh from the process's stream
         assert len(rest) == 5
+
+
+def test_next_epoch_of_a_loader_with_a_generator_continues_its_stream():
+    first = deal(with_generator())
+    list(first)
+    state = first.state_dict()
+    expected = [torch.stack(group) for group in first]
+    resumed = deal(with_generator())
+    resumed.load_state_dict(state)
+    assert all(map(torch.equal, [torch.stack(group) for group in resumed], expected))
+
+
+def test_loader_shows_the_attributes_of_the_wrapped_one():
+    wrapped = plain()
+    dealt = deal(wrapped)
+    assert dealt.dataset is wrapped.dataset and dealt.batch_sampler is wrapped.batch_sampler
+    with pytest.raises(AttributeError, match="nothing"):
+        _ = dealt.nothing
 
 
 def test_resuming_leaves_the_process_stream_where_it_was():
