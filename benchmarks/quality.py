@@ -7,7 +7,7 @@ same corpus, so a stopped benchmark goes on where it was. Choices are made on va
 the table that is printed at the end reports test beside it. Without files the embedded ``python-docs`` corpus is used.
 
 Arms: ``diffusion_blocks`` and ``byte_transformer`` under ``blocktrain``, the controls ``causal_full`` (L layers) and
-``causal_block`` (L_b layers), and DiffusionBlocks variants, each one change from the defaults.
+``causal_block`` (L_b layers), and the screening of DiffusionBlocks: a reference recipe and one change from it each.
 """
 
 import argparse
@@ -50,15 +50,18 @@ SIZES = {
     "demo": replace(BUDGETS["small"], test_windows=128),
     "large": replace(BUDGETS["medium"], steps=700, test_windows=128),
 }
+REFERENCE: dict[str, Any] = {"target_norm": 0.5, "sigma_min": 1.0, "sigma_max": 10.0, "weighted": True, "p_span": 0.5}
+"""The recipe that the screening started from."""
 VARIANTS: dict[str, dict[str, Any]] = {
-    "sigma .1 to 2": {"sigma_min": 0.1, "sigma_max": 2.0},
-    "r=.3": {"target_norm": 0.3},
-    "r=1": {"target_norm": 1.0},
-    "plain cross entropy": {"weighted": False},
-    "p_span=0": {"p_span": 0.0},
-    "p_span=1": {"p_span": 1.0},
+    "reference": REFERENCE,
+    "sigma .1 to 2": {**REFERENCE, "sigma_min": 0.1, "sigma_max": 2.0},
+    "r=.3": {**REFERENCE, "target_norm": 0.3},
+    "r=1": {**REFERENCE, "target_norm": 1.0},
+    "plain cross entropy": {**REFERENCE, "weighted": False},
+    "p_span=0": {**REFERENCE, "p_span": 0.0},
+    "p_span=1": {**REFERENCE, "p_span": 1.0},
 }
-"""DiffusionBlocks with one change from the defaults."""
+"""The screening of DiffusionBlocks: the reference recipe and one change from it each; the defaults are its outcome."""
 
 
 def variant(recipe: Recipe, name: str) -> Arm:

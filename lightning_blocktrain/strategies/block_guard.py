@@ -2,11 +2,13 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from inspect import signature
 from typing import Any
 
 import lightning as L
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.plugins.precision import Precision
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -29,14 +31,18 @@ def declared_layout(module: L.LightningModule) -> BlockLayout:
     Raises:
         MisconfigurationException: If it lacks a hook, optimises by hand or is compiled as a whole.
     """
-    for hook, (signature, meaning) in HOOKS.items():
+    for hook, (form, meaning) in HOOKS.items():
         if not callable(getattr(module, hook, None)):
-            rule = f"strategy='blocktrain' needs a LightningModule with {signature}, which {meaning}"
+            rule = f"strategy='blocktrain' needs a LightningModule with {form}, which {meaning}"
             raise MisconfigurationException(explain(rule, f"{type(module).__name__} without {hook}", "define it"))
     assert isinstance(module, SupportsBlocks) and isinstance(module, SupportsBlockTraining)
     if not module.automatic_optimization:
         rule = "blocktrain needs automatic optimization: every worker takes its own optimizer step"
         raise MisconfigurationException(explain(rule, "automatic_optimization=False", "remove that line"))
+    if "dataloader_iter" in signature(module.training_step).parameters:
+        rule = "blocktrain deals single batches to its workers: training_step must take batch"
+        fix = "define training_step(self, batch, batch_idx)"
+        raise MisconfigurationException(explain(rule, "training_step(self, dataloader_iter)", fix))
     if getattr(module, "_compiler_ctx", None) is not None:
         rule = "blocktrain cannot train a LightningModule that was compiled as a whole"
         fix = "compile the layers instead: torch.compile each entry of the ModuleList"
@@ -71,6 +77,21 @@ def refuse_optimizers(optimizers: Sequence[Optimizer]) -> None:
         raise MisconfigurationException(
             explain(rule, f"configure_optimizers gave {num_filled}", "put all parameters into one")
         )
+
+
+def refuse_scaled_accumulation(precision: Precision, accumulate_grad_batches: int) -> None:
+    """Refuse a gradient scaler together with accumulation.
+
+    Workers share the scaler, which may change its scale after any worker's step; gradients that another worker has
+    accumulated until then are at the old scale.
+
+    Raises:
+        MisconfigurationException: For ``precision="16-mixed"`` with ``accumulate_grad_batches`` above 1.
+    """
+    if getattr(precision, "scaler", None) is not None and accumulate_grad_batches > 1:
+        rule = "blocktrain cannot accumulate gradients under a gradient scaler, which all workers share"
+        got = f"accumulate_grad_batches={accumulate_grad_batches} with precision {precision.precision}"
+        raise MisconfigurationException(explain(rule, got, "use precision='bf16-mixed'"))
 
 
 class BlockGuard:

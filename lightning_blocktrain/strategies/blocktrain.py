@@ -36,10 +36,16 @@ from lightning_blocktrain.partition import partition as cut
 from lightning_blocktrain.protocols import SupportsBlockTraining
 from lightning_blocktrain.rounds import OuterSGD, RoundReport, RoundRules
 from lightning_blocktrain.strategies import block_checkpoint
-from lightning_blocktrain.strategies.block_guard import BlockGuard, declared_layout, refuse_optimizers, refuse_topology
+from lightning_blocktrain.strategies.block_guard import (
+    BlockGuard,
+    declared_layout,
+    refuse_optimizers,
+    refuse_scaled_accumulation,
+    refuse_topology,
+)
 from lightning_blocktrain.strategies.simulated_run import RunSettings, SimulatedRun, Tally
 from lightning_blocktrain.strategies.worker_batches import WorkerBatches, WorkerBatchLoader, batch_of
-from lightning_blocktrain.strategies.workers import InnerState, Worker
+from lightning_blocktrain.strategies.workers import InnerState, Worker, restore_process_streams
 
 
 class BlockTrainStrategy(SingleDeviceStrategy):
@@ -122,7 +128,7 @@ class BlockTrainStrategy(SingleDeviceStrategy):
         self._guard: BlockGuard | None = None
         self._acting: Worker | None = None
         self._batch_counted = False
-        self._process_stream: Tensor | None = None
+        self._process_streams: list[Tensor] = []
         self._loaders: list[WorkerBatchLoader] = []
         self._loader_states: list[dict[str, Any]] = []
         self._last_state: dict[str, Any] | None = None
@@ -183,10 +189,11 @@ class BlockTrainStrategy(SingleDeviceStrategy):
             module = self.lightning_module
             self._partition = cut(module, declared_layout(module), self.num_blocks)
             self._loaders, self._loader_states = [], []
-            self._process_stream = self._last_state = None
+            self._process_streams, self._last_state = [], None
         super().setup(trainer)
         if fitting:
             refuse_optimizers(self.optimizers)
+            refuse_scaled_accumulation(self.precision_plugin, trainer.accumulate_grad_batches)
             seed = torch.initial_seed() % 2**63
             self._run = SimulatedRun(self.lightning_module, self.partition, self.settings, seed)
             self._tally = self._run.tally
@@ -355,7 +362,7 @@ class BlockTrainStrategy(SingleDeviceStrategy):
             return
         self.run.load_state_dict(saved, self.optimizers[0], checkpoint["optimizer_states"][0]["param_groups"])
         self._tally = self.run.tally
-        self._process_stream = saved["process_stream"]
+        self._process_streams = saved["process_streams"]
         # Loaders that a schedule has asked for already, then those that are still to be made.
         for loader, state in zip(self._loaders, saved["loaders"], strict=False):
             loader.load_state_dict(state)
@@ -363,10 +370,10 @@ class BlockTrainStrategy(SingleDeviceStrategy):
 
     @override
     def on_train_start(self) -> None:
-        """Continue the process's random stream where the checkpoint left it."""
-        if self._process_stream is not None:
-            torch.set_rng_state(self._process_stream)
-            self._process_stream = None
+        """Continue the process's random streams where the checkpoint left it."""
+        if self._process_streams:
+            restore_process_streams(self._process_streams, self.root_device)
+            self._process_streams = []
 
     @override
     def teardown(self) -> None:

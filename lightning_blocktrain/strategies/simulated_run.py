@@ -7,7 +7,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -22,7 +21,7 @@ from lightning_blocktrain.errors import explain
 from lightning_blocktrain.partition import Partition
 from lightning_blocktrain.rounds import INTERFACE, OuterSGD, RoundReport, RoundRules, block_entry
 from lightning_blocktrain.strategies import block_checkpoint
-from lightning_blocktrain.strategies.workers import InnerState, SimulatedWorkers, Worker, fp32
+from lightning_blocktrain.strategies.workers import InnerState, SimulatedWorkers, Worker, fp32, process_streams
 
 
 @dataclass(frozen=True)
@@ -185,7 +184,7 @@ class SimulatedRun:
             "tally": self.tally.state_dict(),
             "coordinator": self.coordinator.state_dict(),
             "workers": block_checkpoint.worker_states(self.workers),
-            "process_stream": torch.get_rng_state(),
+            "process_streams": process_streams(self.workers.device),
         }
 
     def load_state_dict(

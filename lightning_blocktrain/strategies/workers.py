@@ -79,6 +79,11 @@ class SimulatedWorkers:
         self._workers = [self._new_worker(w, seed) for w in range(partition.num_blocks * replicas)]
         self.show_merged()
 
+    @property
+    def device(self) -> torch.device:
+        """Where the workers' tensors are."""
+        return next(iter(self.merged.values())).device
+
     def __iter__(self) -> Iterator[Worker]:
         return iter(self._workers)
 
@@ -209,6 +214,18 @@ def _buffer_places(module: nn.Module) -> list[tuple[str, nn.Module, str]]:
     """Return each buffer's name, the submodule that holds it and its key there."""
     owners = module.named_modules()
     return [(f"{path}.{key}".lstrip("."), owner, key) for path, owner in owners for key in owner._buffers]
+
+
+def process_streams(device: torch.device) -> list[Tensor]:
+    """Return the state of the process's random streams: the CPU's, and the device's if it has its own."""
+    return [torch.get_rng_state(), *([torch.cuda.get_rng_state(device)] if device.type == "cuda" else [])]
+
+
+def restore_process_streams(streams: Sequence[Tensor], device: torch.device) -> None:
+    """Continue the process's random streams from what ``process_streams`` returned, here or on another device."""
+    torch.set_rng_state(streams[0])
+    if device.type == "cuda" and len(streams) > 1:
+        torch.cuda.set_rng_state(streams[1], device)
 
 
 @contextmanager

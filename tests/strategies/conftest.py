@@ -111,3 +111,14 @@ def assert_same(left: Mapping[str, Tensor], right: Mapping[str, Tensor]) -> None
     assert left.keys() == right.keys()
     differing = [name for name in left if not torch.equal(left[name], right[name])]
     assert not differing
+
+
+def fit(module: L.LightningModule, trainer: L.Trainer, train: Any = None, **options: Any) -> dict[str, Tensor]:
+    L.seed_everything(5, verbose=False)
+    trainer.fit(module, loader() if train is None else train, **options)
+    return weights(module)
+
+
+def seeded(make: Any, *args: Any, **options: Any) -> L.LightningModule:
+    L.seed_everything(3, verbose=False)
+    return make(*args, **options)
