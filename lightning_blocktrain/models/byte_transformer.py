@@ -25,8 +25,7 @@ class ByteTransformer(ByteModule):
 
     Under Lightning's own strategies it learns by backpropagation through all layers. Under ``blocktrain`` block b
     learns next-byte prediction through the shared readout from the features of the blocks before it, which are
-    frozen: they run forward only, in the version fetched with the round. The embedding learns from block 0 only, and
-    the interface is the mean over all workers, so that its steps are 1 / B as long as in training end to end.
+    frozen: they run forward only, in the version fetched with the round. The embedding learns from block 0 only.
 
     Args:
         num_layers: L.

@@ -203,26 +203,38 @@ def clip_params(params: Params, master: Params, norm: float, clip_norm: float | 
 def weighted_mean(replicas: Sequence[Params], weights: Sequence[int], master: Params) -> Params:
     """Average floating tensors by weight and take the elementwise maximum of the others.
 
+    A tensor that a replica left as it was, bit for bit, has no say in that tensor's mean: the replica's loss did not
+    reach it. Block 0 alone trains the embedding of a causal model, say; counting the other workers' zeros would divide
+    its steps by the number of blocks.
+
     The weights are divided by their greatest common divisor first: equal counts then weigh exactly as uniform
     ones, and the mean of one replica is that replica bit for bit. The sum is in fp32, in the order given.
 
     Args:
         replicas: Tensors by name, one dictionary per replica.
         weights: One non-negative int per replica.
-        master: Returned unchanged when the weights are all zero or there is no replica.
+        master: What they started from; kept where no replica with a weight moved it.
     """
-    divisor = math.gcd(*weights)
-    if divisor == 0:
-        return master
-    shares = [weight // divisor for weight in weights]
-    if len(shares) == 1:
-        return replicas[0]
-    return {name: _combine([replica[name] for replica in replicas], shares) for name in master}
+    return {
+        name: _weighted_tensor([replica[name] for replica in replicas], weights, start)
+        for name, start in master.items()
+    }
+
+
+def _weighted_tensor(tensors: Sequence[Tensor], weights: Sequence[int], start: Tensor) -> Tensor:
+    weighed = zip(tensors, weights, strict=True)
+    moved = [(tensor, weight) for tensor, weight in weighed if weight > 0 and not torch.equal(tensor, start)]
+    if not moved:
+        return start
+    divisor = math.gcd(*(weight for _, weight in moved))
+    return _combine([tensor for tensor, _ in moved], [weight // divisor for _, weight in moved])
 
 
 def _combine(tensors: Sequence[Tensor], shares: Sequence[int]) -> Tensor:
     if not tensors[0].is_floating_point():
         return reduce(torch.maximum, tensors)
+    if len(tensors) == 1:
+        return tensors[0]
     total = tensors[0] * shares[0]
     for tensor, share in zip(tensors[1:], shares[1:], strict=True):
         total.add_(tensor, alpha=share)

@@ -179,7 +179,22 @@ def test_merge_replicas_trimmed_rule_is_used() -> None:
 def test_merge_replicas_token_weighting_is_used() -> None:
     replicas = [{"w": torch.tensor([0.0])}, {"w": torch.tensor([4.0])}]
     rules = RoundRules(deadline_s=1.0, weighting="tokens")
-    assert merge_replicas(replicas, [100, 300], {"w": torch.zeros(1)}, rules)["w"].item() == 3.0
+    assert merge_replicas(replicas, [100, 300], {"w": torch.full((1,), -1.0)}, rules)["w"].item() == 3.0
+
+
+def test_weighted_mean_leaves_out_a_replica_that_did_not_move_a_tensor() -> None:
+    master = {"embed": torch.tensor([1.0, 2.0]), "readout": torch.tensor([0.0])}
+    trained = {"embed": torch.tensor([5.0, 2.0]), "readout": torch.tensor([3.0])}
+    beside = {"embed": master["embed"].clone(), "readout": torch.tensor([1.0])}
+    merged = weighted_mean([trained, beside], [1, 1], master)
+    assert torch.equal(merged["embed"], trained["embed"])
+    assert torch.equal(merged["readout"], torch.tensor([2.0]))
+
+
+def test_weighted_mean_of_replicas_that_moved_nothing_is_the_master() -> None:
+    master = random_params(0)
+    merged = weighted_mean([{name: tensor.clone() for name, tensor in master.items()}] * 3, [1, 2, 3], master)
+    assert all(torch.equal(merged[name], master[name]) for name in master)
 
 
 @pytest.mark.parametrize(

@@ -92,6 +92,15 @@ class TestRounds:
         assert strategy.worker_steps == 48
         assert strategy.worker_tokens == strategy.accepted_tokens == 2 * 24 * 2 * 5
 
+    def test_an_interface_tensor_that_one_block_trains_takes_full_steps(self, make_trainer):
+        """The embedding of a causal model learns from block 0 alone; the other worker's zeros do not halve it."""
+        module = seeded(ByteTransformer, num_layers=2, num_blocks=2, width=16, num_heads=2, window_bytes=5, lr=0.5)
+        before = weights(module)
+        strategy = BlockTrainStrategy(sync_every=1)
+        fit(module, make_trainer(strategy, max_steps=1))
+        step = (weights(module)["embed.weight"] - before["embed.weight"]).abs().max()
+        assert float(step) == pytest.approx(0.5 / 50, rel=0.1)  # Adam's first step is its learning rate, in warm-up
+
     def test_batch_j_goes_to_worker_j_mod_w(self, make_trainer):
         dealt: list[tuple[int, int]] = []
 
