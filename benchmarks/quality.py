@@ -47,7 +47,7 @@ from lightning_blocktrain.models.loading import Model
 
 SIZES = {
     "tiny": replace(BUDGETS["tiny"], steps=6, test_windows=8),
-    "demo": replace(BUDGETS["small"], test_windows=128),
+    "demo": replace(BUDGETS["small"], steps=300, warmup_steps=30, validate_every=50, test_windows=128),
     "large": replace(BUDGETS["medium"], steps=700, test_windows=128),
 }
 REFERENCE: dict[str, Any] = {"target_norm": 0.5, "sigma_min": 1.0, "sigma_max": 10.0, "weighted": True, "p_span": 0.5}

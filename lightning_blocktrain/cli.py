@@ -62,12 +62,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     except SystemExit as exc:  # a parser has said what was wrong, or has printed its help
         return exc.code if isinstance(exc.code, int) else int(exc.code is not None)
     except KeyboardInterrupt:
+        print("blocktrain: interrupted", file=sys.stderr)
         return 130
     except (BlockTrainError, MisconfigurationException, argparse.ArgumentError, ValueError) as exc:
         error = input_error(exc)
         if error is None:
             raise
-        print(f"blocktrain: error: {' '.join(str(error).split())}", file=sys.stderr)
+        message = str(error).partition("Given value type:")[0]  # the parser repeats every argument after it
+        print(f"blocktrain: error: {' '.join(message.split())}", file=sys.stderr)
         return 2
 
 
@@ -75,14 +77,17 @@ def input_error(exc: BaseException | None) -> BaseException | None:
     """Return what an error says about bad input, or None if it is a defect.
 
     The first of an error and its causes that is of our tree, a misconfiguration, a parser's, or a ``ValueError``
-    raised by this package's own code: parsers wrap what a constructor raises.
+    raised by this package's own code or by the parser, which wraps or quotes what a constructor raises.
     """
     while exc is not None:
         if isinstance(exc, BlockTrainError | MisconfigurationException | argparse.ArgumentError):
             return exc
-        if isinstance(exc, ValueError) and _raised_by(exc).partition(".")[0] == "lightning_blocktrain":
+        if isinstance(exc, ValueError) and _raised_by(exc).partition(".")[0] in (
+            "lightning_blocktrain",
+            "jsonargparse",
+        ):
             return exc
-        exc = exc.__cause__
+        exc = exc.__cause__ or exc.__context__
     return None
 
 
@@ -174,7 +179,7 @@ def _add_generate(commands: Any) -> None:
     )
     generate.add_argument("checkpoint", metavar="CKPT", type=Path, help="checkpoint file")
     generate.add_argument("--prompt", required=True, help="text to continue; empty counts as a line break")
-    generate.add_argument("--num-bytes", type=_at_least_1, required=True, help="bytes to add")
+    generate.add_argument("--num-bytes", type=_at_least_1, default=200, help="bytes to add (default: 200)")
     generate.add_argument(
         "--chunk-bytes", type=_at_least_1, help="bytes decided per sweep, DiffusionBlocks only (default: 1)"
     )

@@ -251,3 +251,27 @@ def test_defect_is_not_hidden_behind_one_line(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(cli, "run_demo_command", broken)
     with pytest.raises(ValueError, match="a defect"):
         main(["demo"])
+
+
+def test_fit_with_a_bad_strategy_argument_is_one_line_and_exit_2(
+    tmp_path: Path, corpus: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = tmp_path / "run.yaml"
+    config.write_text(
+        "trainer:\n  strategy:\n    class_path: lightning_blocktrain.BlockTrainStrategy\n"
+        "    init_args:\n      sync_every: 0\n"
+    )
+    assert main(["fit", f"--config={config}", "--model=ByteTransformer", f"--data.corpus={corpus}"]) == 2
+    error = capsys.readouterr().err.strip().splitlines()[-1]
+    assert "sync_every must be at least 1" in error and "Traceback" not in error
+
+
+def test_interrupted_command_says_so_and_exits_with_130(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupt(*args: Any, **options: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(lightning_blocktrain.demo, "run_demo", interrupt)
+    assert main(["demo"]) == 130
+    assert "interrupted" in capsys.readouterr().err

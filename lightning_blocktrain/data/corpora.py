@@ -10,6 +10,7 @@ and the split that was not named is empty. Named corpora bring their own splits,
 import functools
 import hashlib
 import json
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +21,8 @@ from lightning_blocktrain.data.hub import HUB_CORPORA, read_hub_corpus
 from lightning_blocktrain.errors import CorpusError, explain
 
 Paths = str | Sequence[str]
+Given = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
+"""What a user may pass; inside this module paths are text."""
 DEFAULT_FRACTION = 0.05
 PYTHON_DOCS = "python-docs"
 NAMED_CORPORA: tuple[str, ...] = (PYTHON_DOCS, *HUB_CORPORA)
@@ -61,11 +64,11 @@ class LocalFiles:
 
 
 def resolve(
-    corpus: Paths | None,
+    corpus: Given | None,
     *,
-    train: Paths | None = None,
-    val: Paths | None = None,
-    test: Paths | None = None,
+    train: Given | None = None,
+    val: Given | None = None,
+    test: Given | None = None,
     val_fraction: float | None = None,
     test_fraction: float | None = None,
     text_column: str = "text",
@@ -84,7 +87,9 @@ def resolve(
     Raises:
         CorpusError: The arguments contradict each other, or name no file and no corpus.
     """
-    if corpus is not None and train is not None:
+    named = {"corpus": corpus, "train": train, "val": val, "test": test}
+    paths = {argument: _as_paths(argument, given) for argument, given in named.items()}
+    if paths["corpus"] is not None and paths["train"] is not None:
         raise CorpusError(
             explain(
                 "corpus and train must not both be given",
@@ -92,13 +97,31 @@ def resolve(
                 "pass the training files as one of them",
             )
         )
-    pool = train if train is not None else corpus if corpus is not None else PYTHON_DOCS
+    pool = paths["train"] or paths["corpus"] or PYTHON_DOCS
     if train is None and isinstance(pool, str) and pool in NAMED_CORPORA:
         given = {"val": val, "test": test, "val_fraction": val_fraction, "test_fraction": test_fraction}
         return _named_source(pool, {key: value for key, value in given.items() if value is not None})
-    own = {"val": val, "test": test}
+    own = {"val": paths["val"], "test": paths["test"]}
     fractions = {"val": val_fraction, "test": test_fraction}
     return _local_source(pool, "corpus" if train is None else "train", own, fractions, text_column)
+
+
+def _as_paths(argument: str, given: Given | None) -> str | list[str] | None:
+    """Return names and paths as text.
+
+    Raises:
+        CorpusError: If there is none, or something that is not a path.
+    """
+    if given is None:
+        return None
+    try:
+        paths = [os.fspath(given)] if isinstance(given, str | os.PathLike) else [os.fspath(path) for path in given]
+    except TypeError:
+        paths = []
+    if not paths or not all(paths):
+        rule = f"{argument} must be a name, a path or a list of paths"
+        raise CorpusError(explain(rule, f"{argument}={given!r}", "name a corpus, a file, a glob or a directory"))
+    return paths[0] if isinstance(given, str | os.PathLike) else paths
 
 
 def _named_source(name: str, options: Mapping[str, object]) -> Source:

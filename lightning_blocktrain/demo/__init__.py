@@ -109,11 +109,14 @@ def run_demo(
     samples = {name: printable(text) for name, text in texts.items()}
     setting = Setting(recipe, datamodule.corpus_info, seed, budget, time.perf_counter() - began_s)
     report = build_report(results, setting, samples)
+    for result in results:  # together with the report, so that an interrupted run leaves an earlier one whole
+        save_model(result.module, out / f"{result.arm.name}.ckpt")
     picture = write_files(report, results, out)
     print_report(report, console)
     if not picture:
         console.print("No curves.png: matplotlib is not installed (pip install 'lightning-blocktrain[plot]').")
-    console.print(f"Written to {out}: report.json, metrics.csv and the models.", markup=False)
+    written = "report.json, metrics.csv, curves.png" if picture else "report.json, metrics.csv"
+    console.print(f"Written to {out}: {written} and the models.", markup=False)
     return report
 
 
@@ -133,7 +136,11 @@ def prepare_out(out: Path) -> None:
 
 
 def run_arms(recipe: Recipe, datamodule: ByteDataModule, seed: int, out: Path, console: Console) -> list[ArmResult]:
-    """Run the arms one after another under a progress bar, and save each trained model as it is done."""
+    """Run the arms one after another under a progress bar.
+
+    Raises:
+        KeyboardInterrupt: If a fit is interrupted.
+    """
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     results = []
     with quiet_lightning(), Progress(*columns, console=console) as progress:
@@ -141,8 +148,10 @@ def run_arms(recipe: Recipe, datamodule: ByteDataModule, seed: int, out: Path, c
         tasks = [progress.add_task(arm.title, start=False, total=recipe.steps) for arm in arms]
         for arm, task in zip(arms, tasks, strict=True):
             progress.start_task(task)
-            result = run_arm(arm, recipe, datamodule, seed, out, [FitProgress(progress, task, arm.title)])
-            save_model(result.module, out / f"{arm.name}.ckpt")
+            try:
+                result = run_arm(arm, recipe, datamodule, seed, out, [FitProgress(progress, task, arm.title)])
+            except SystemExit as exc:  # how Lightning ends an interrupted fit
+                raise KeyboardInterrupt from exc
             progress.stop_task(task)
             results.append(result)
     return results

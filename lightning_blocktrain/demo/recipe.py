@@ -38,7 +38,7 @@ class Recipe:
         ValueError: If the replicas do not divide the steps.
     """
 
-    steps: int = 300
+    steps: int = 150
     num_layers: int = 6
     num_blocks: int = 3
     width: int = 128
@@ -49,10 +49,10 @@ class Recipe:
     sync_every: int = 10
     network: str = "lockstep"
     lr: float = 1e-3
-    warmup_steps: int = 30
+    warmup_steps: int = 20
     weight_decay: float = 0.1
     clip: float = 1.0
-    validate_every: int = 50
+    validate_every: int = 30
     val_batches: int = 8
     test_windows: int = 64
     accelerator: str = "cpu"
@@ -94,7 +94,7 @@ BUDGETS = {
 }
 """The budgets by name; a number scales the steps of ``small``."""
 
-NUM_CURVE_POINTS = 6
+NUM_CURVE_POINTS = 5
 
 
 def recipe_of(budget: str) -> Recipe:

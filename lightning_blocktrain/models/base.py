@@ -65,6 +65,16 @@ class ByteModule(L.LightningModule):
         self.warmup_steps = warmup_steps
         self.bits_per_byte = BitsPerToken()
 
+    def refuse_long_window(self, inputs: Tensor) -> None:
+        """Refuse inputs (B, T) that are longer than the window the model was built for.
+
+        Raises:
+            ValueError: Naming both lengths.
+        """
+        if inputs.shape[1] > self.window_bytes:
+            got = f"window_bytes={inputs.shape[1]} of the data, {self.window_bytes} of the model"
+            raise ValueError(explain("the data's window_bytes must not exceed the model's", got, "make them equal"))
+
     def count_tokens(self, batch: Batch) -> int:
         """Return the number of target bytes in ``batch``."""
         return batch[1].numel()

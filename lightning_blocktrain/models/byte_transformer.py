@@ -68,6 +68,7 @@ class ByteTransformer(ByteModule):
 
     def embed_bytes(self, inputs: Tensor, start: int = 0) -> Tensor:
         """Return the hidden states before the first layer; (B, T) to (B, T, D)."""
+        self.refuse_long_window(inputs)
         embedded: Tensor = self.embed(inputs) + self.position[start : start + inputs.shape[1]]
         return embedded
 

@@ -160,6 +160,7 @@ class DiffusionBlocks(ByteModule):
         Returns:
             Logits, (B, T, V).
         """
+        self.refuse_long_window(inputs)
         c = coefficients(sigma[:, None, None])
         hidden = self.norm_context(self.embed(inputs)) + self.position[: inputs.shape[1]]
         # Both streams are normalised: c_in * z has norm sqrt(D) and would drown a freshly initialised embedding.
@@ -179,7 +180,7 @@ class DiffusionBlocks(ByteModule):
         """
         inputs, targets = batch
         low, high = self.bands[block_idx]
-        y = self.target_table[targets]  # (B, T, D)
+        y = F.embedding(targets, self.target_table)  # (B, T, D); on a CPU indexing is slower backward
         # Drawn on the CPU: the normal's tail needs float64, which not every device has.
         sigma = sample_sigma(torch.rand(len(inputs), dtype=torch.float32, device="cpu"), low, high, P_MEAN, P_STD).to(y)
         z = y + sigma[:, None, None] * torch.randn_like(y)

@@ -46,7 +46,7 @@ class CausalAttention(nn.Module):
 
     def __init__(self, width: int, num_heads: int) -> None:
         super().__init__()
-        if num_heads < 1 or width % num_heads:
+        if num_heads < 1 or width < 1 or width % num_heads:
             raise ValueError(
                 explain(
                     "num_heads must divide width",

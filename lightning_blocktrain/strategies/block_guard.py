@@ -111,10 +111,13 @@ class BlockGuard:
         interface = [tensors[n] for n in partition.interface_names if n in tensors]
         self._block_tensors = [{n: tensors[n] for n in names if n in tensors} for names in partition.block_names]
         self._trained = [[*block.values(), *interface] for block in self._block_tensors]
+        names = {part: name for name, part in module.named_modules()}
         self._handles = [
-            layer.register_forward_hook(self._hook(block_idx, f"layers of block {block_idx}"))
+            part.register_forward_hook(self._hook(block_idx, names[part]))
             for block_idx, layers in enumerate(partition.blocks)
             for layer in layers
+            for part in _parts(layer)
+            if partition.num_blocks > 1
         ]
 
     def refuse_changed_flags(self) -> None:
@@ -161,20 +164,29 @@ class BlockGuard:
             handle.remove()
         self._handles = []
 
-    def _hook(self, owner_idx: int, owner: str) -> Any:
+    def _hook(self, owner_idx: int, name: str) -> Any:
+        owner = f"layers of block {owner_idx}"
+
         def hook(layer: nn.Module, args: Any, output: Any) -> None:
             if self._block_idx is None or self._block_idx == owner_idx:
                 return
             block_idx, prefix = self._block_idx, self._partition.layout.prefix
             if prefix == "none" or owner_idx > block_idx:
                 rule = f"with prefix='{prefix}' the loss of block {block_idx} may not run the {owner}"
-                fix = 'run its own layers only, or declare prefix="frozen" to read the blocks before it'
-                raise MisconfigurationException(explain(rule, f"a call of {type(layer).__name__}", fix))
+                fix = "run the block's own layers only"
+                if prefix == "none" and owner_idx < block_idx:
+                    fix += ", or declare prefix='frozen' to read the blocks before it"
+                raise MisconfigurationException(explain(rule, f"a call of {name} ({type(layer).__name__})", fix))
             hidden = output[0] if isinstance(output, tuple) else output
-            if torch.is_grad_enabled() and hidden.requires_grad:
-                hidden.register_hook(lambda grad: _refuse_gradient(block_idx, owner))
+            if isinstance(hidden, Tensor) and torch.is_grad_enabled() and hidden.requires_grad:
+                hidden.register_hook(lambda grad: _refuse_gradient(block_idx, owner))  # type: ignore[no-untyped-call]
 
         return hook
+
+
+def _parts(layer: nn.Module) -> list[nn.Module]:
+    """Return a layer and its submodules; a compiled layer alone, since hooks inside it would compile it again."""
+    return [layer] if hasattr(layer, "_orig_mod") else list(layer.modules())
 
 
 def _refuse_gradient(block_idx: int, owner: str) -> None:

@@ -43,7 +43,7 @@ from lightning_blocktrain.strategies.block_guard import (
     refuse_scaled_accumulation,
     refuse_topology,
 )
-from lightning_blocktrain.strategies.simulated_run import RunSettings, SimulatedRun, Tally
+from lightning_blocktrain.strategies.simulated_run import RunSettings, SimulatedRun, Tally, refuse_no_count
 from lightning_blocktrain.strategies.worker_batches import WorkerBatches, WorkerBatchLoader, batch_of
 from lightning_blocktrain.strategies.workers import InnerState, Worker, restore_process_streams
 
@@ -105,9 +105,11 @@ class BlockTrainStrategy(SingleDeviceStrategy):
         precision_plugin: Precision | None = None,
     ) -> None:
         super().__init__(accelerator=accelerator, checkpoint_io=checkpoint_io, precision_plugin=precision_plugin)
-        if num_blocks is not None and num_blocks < 1:
-            rule = "num_blocks must be at least 1"
-            raise ValueError(explain(rule, f"num_blocks={num_blocks}", "use a divisor of the number of layers"))
+        if num_blocks is not None:
+            refuse_no_count("num_blocks", num_blocks)
+        if not isinstance(deadline_s, int | float):
+            got = f"deadline_s={deadline_s!r}"
+            raise ValueError(explain("deadline_s must be a number of seconds", got, "the usual value is 60"))
         rules = RoundRules(
             deadline_s=deadline_s,
             min_replicas=min_replicas,
@@ -199,6 +201,18 @@ class BlockTrainStrategy(SingleDeviceStrategy):
             self._tally = self._run.tally
             self._guard = BlockGuard(self.lightning_module, self.partition, self._run.workers.tensors)
             self._warn_of_stale_validation(trainer)
+
+    @override
+    def setup_optimizers(self, trainer: L.Trainer) -> None:
+        """Build the user's optimizer; several are refused in our words: Lightning's advice does not help here."""
+        try:
+            super().setup_optimizers(trainer)
+        except RuntimeError as exc:
+            if "multiple optimizers" not in str(exc):
+                raise
+            rule = "blocktrain needs exactly one automatic optimizer, with the parameters of all blocks"
+            fix = "put all parameters into one, in groups if they need different settings"
+            raise MisconfigurationException(explain(rule, "several from configure_optimizers", fix)) from exc
 
     def _warn_of_stale_validation(self, trainer: L.Trainer) -> None:
         interval, round_batches = trainer.val_check_interval, self.settings.sync_every * trainer.accumulate_grad_batches

@@ -42,9 +42,10 @@ class RunSettings:
 
     def __post_init__(self) -> None:
         for name in ("replicas", "sync_every", "interface_every"):
-            value = getattr(self, name)
-            if value < 1:
-                raise ValueError(explain(f"{name} must be at least 1", f"{name}={value}", "use 1 or more"))
+            refuse_no_count(name, getattr(self, name))
+        if not isinstance(self.outer_optimizer, OuterSGD):
+            got = f"outer_optimizer={self.outer_optimizer!r}"
+            raise ValueError(explain("outer_optimizer must be an OuterSGD", got, "use OuterSGD(lr, momentum)"))
         if self.inner_state not in ("keep", "reset", "average"):
             rule = "inner_state must be 'keep', 'reset' or 'average'"
             raise ValueError(explain(rule, f"inner_state={self.inner_state!r}", "choose one"))
@@ -56,6 +57,16 @@ class RunSettings:
         if isinstance(self.network, NetworkModel):
             return self.network
         return preset_network(self.network, num_workers, self.rules.deadline_s, self.sync_every, update_bytes)
+
+
+def refuse_no_count(name: str, value: object) -> None:
+    """Refuse anything but a whole number of at least 1.
+
+    Raises:
+        ValueError: Naming the argument.
+    """
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ValueError(explain(f"{name} must be at least 1, a whole number", f"{name}={value!r}", "use 1 or more"))
 
 
 @dataclass

@@ -1,5 +1,6 @@
 import gzip
 import json
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -153,3 +154,14 @@ def test_file_in_two_splits_is_refused(corpus):
 def test_fractions_out_of_range_are_refused(corpus, val_fraction, test_fraction, rule):
     with pytest.raises(CorpusError, match=rule):
         resolve(str(corpus / "c.txt"), val_fraction=val_fraction, test_fraction=test_fraction)
+
+
+@pytest.mark.parametrize("wrap", [str, Path, lambda path: [Path(path)]])
+def test_resolve_takes_text_and_paths_alike(corpus, wrap):
+    assert resolve(wrap(str(corpus / "c.txt"))).name == "c.txt"
+
+
+@pytest.mark.parametrize("given", ["", [], 3, [3], [""]])
+def test_resolve_refuses_what_is_no_path(given):
+    with pytest.raises(CorpusError, match="corpus must be a name, a path or a list of paths"):
+        resolve(given)

@@ -227,3 +227,10 @@ def test_refuse_other_architecture_equal_ones_pass() -> None:
 def test_refuse_other_architecture_names_fields_missing_on_either_side() -> None:
     with pytest.raises(CheckpointMismatchError, match="got width: saved 8, now absent; depth: saved absent, now 2;"):
         refuse_other_architecture({"width": 8}, {"depth": 2})
+
+
+@pytest.mark.parametrize("model", [ByteTransformer, DiffusionBlocks])
+def test_data_with_a_longer_window_than_the_model_is_refused_with_both_lengths(model):
+    module = model(num_layers=2, num_blocks=2, width=16, num_heads=2, window_bytes=8)
+    with pytest.raises(ValueError, match="got window_bytes=9 of the data, 8 of the model"):
+        module(torch.zeros(1, 9, dtype=torch.int64))

@@ -17,7 +17,7 @@ class TestBadInput:
     @pytest.mark.parametrize(
         ("options", "message"),
         [
-            ({"sync_every": 0}, "sync_every must be at least 1; got sync_every=0"),
+            ({"sync_every": 0}, "sync_every must be at least 1, a whole number; got sync_every=0"),
             ({"replicas": 0}, "replicas must be at least 1"),
             ({"num_blocks": -1}, "num_blocks must be at least 1"),
             ({"interface_every": 0}, "interface_every must be at least 1"),
@@ -25,6 +25,11 @@ class TestBadInput:
             ({"deadline_s": math.inf}, "deadline_s"),
             ({"inner_state": "forget"}, "inner_state must be"),
             ({"merge": "median"}, "merge"),
+            ({"sync_every": 1.5}, "sync_every must be at least 1, a whole number; got sync_every=1.5"),
+            ({"replicas": "two"}, "replicas must be at least 1, a whole number; got replicas='two'"),
+            ({"interface_every": True}, "interface_every must be at least 1, a whole number"),
+            ({"deadline_s": "1"}, "deadline_s must be a number of seconds; got deadline_s='1'"),
+            ({"outer_optimizer": "sgd"}, "outer_optimizer must be an OuterSGD; got outer_optimizer='sgd'"),
         ],
     )
     def test_a_wrong_option_is_refused_at_construction(self, options, message):
@@ -66,6 +71,22 @@ class TestBadInput:
 
         with pytest.raises(MisconfigurationException, match="loss of block 0 may not run the layers of block 1"):
             fit(Reaching(), make_trainer())
+
+    @pytest.mark.parametrize("prefix", ["none", "frozen"])
+    def test_a_loss_that_runs_a_part_of_another_block_is_refused_by_name(self, make_trainer, prefix):
+        class Borrowing(TwoBlocks):
+            def configure_blocks(self):
+                return {**super().configure_blocks(), "prefix": prefix}
+
+            def block_training_step(self, batch, batch_idx, block_idx):
+                other = self.layers[2].linear if block_idx == 0 else torch.nn.Identity()
+                own = self.layers[2 * block_idx : 2 * block_idx + 2]
+                return self._loss(batch, nn.ModuleList([other, *own]))
+
+        with pytest.raises(
+            MisconfigurationException, match=r"layers of block 1; got a call of layers.2.linear \(Linear"
+        ):
+            fit(Borrowing(), make_trainer())
 
     def test_a_frozen_prefix_that_receives_gradient_is_refused(self, make_trainer):
         class Leaking(TwoBlocks):
@@ -119,7 +140,9 @@ class TestBadInput:
             def configure_optimizers(self):
                 return [torch.optim.SGD(self.embed.parameters(), 0.1), torch.optim.SGD(self.layers.parameters(), 0.1)]
 
-        with pytest.raises(RuntimeError, match="multiple optimizers"):  # Lightning's own words
+        with pytest.raises(
+            MisconfigurationException, match="got several from configure_optimizers; put all parameters"
+        ):
             fit(Two(), make_trainer())
 
     def test_a_loader_with_fewer_batches_than_workers_is_refused(self, make_trainer):
