@@ -121,7 +121,7 @@ class TestBadInput:
 
     @pytest.mark.parametrize(("scaler", "batches"), [(object(), 1), (None, 4)])
     def test_a_gradient_scaler_or_accumulation_alone_is_fine(self, scaler, batches):
-        refuse_scaled_accumulation(SimpleNamespace(scaler=scaler, precision="16-mixed"), batches)
+        assert refuse_scaled_accumulation(SimpleNamespace(scaler=scaler, precision="16-mixed"), batches) is None
 
     def test_a_gradient_scaler_with_accumulation_is_refused(self):
         with pytest.raises(MisconfigurationException, match="accumulate_grad_batches=2 with precision 16-mixed"):
