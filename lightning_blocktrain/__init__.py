@@ -1,6 +1,7 @@
 """Block-local language model training as PyTorch Lightning strategies.
 
-``import lightning_blocktrain`` registers ``Trainer(strategy="blocktrain")`` and starts nothing else.
+``import lightning_blocktrain`` registers ``Trainer(strategy="blocktrain")``, ``Trainer(strategy="rgc")`` and its
+companions, and starts nothing else.
 """
 
 from lightning_blocktrain.callbacks import AcceptedThroughput, MemoryMonitor, RoundMonitor
@@ -12,7 +13,7 @@ from lightning_blocktrain.models import ByteTransformer, DiffusionBlocks
 from lightning_blocktrain.protocols import BlockLayout
 from lightning_blocktrain.registration import register_strategies
 from lightning_blocktrain.rounds import OuterSGD
-from lightning_blocktrain.strategies import BlockTrainStrategy
+from lightning_blocktrain.strategies import BlockTrainStrategy, BoundedHorizonStrategy
 
 register_strategies()
 
@@ -21,6 +22,7 @@ __all__ = [
     "BitsPerToken",
     "BlockLayout",
     "BlockTrainStrategy",
+    "BoundedHorizonStrategy",
     "ByteDataModule",
     "ByteTransformer",
     "DiffusionBlocks",

@@ -21,6 +21,10 @@ class NonFiniteError(BlockTrainError, RuntimeError):
     """A loss or a gradient is NaN or infinite; raised before the update that it would have spoilt."""
 
 
+class StageError(BlockTrainError, RuntimeError):
+    """A stage of a pipeline failed, died or made no progress; its message names stage and step."""
+
+
 class CheckpointMismatchError(BlockTrainError, ValueError):
     """A checkpoint belongs to another model, block count or noise partition."""
 

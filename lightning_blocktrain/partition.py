@@ -208,18 +208,40 @@ def partition(module: nn.Module, layout: BlockLayout, num_blocks: int | None = N
     except ValueError as exc:
         raise MisconfigurationException(str(exc)) from exc
     blocks = tuple(tuple(layout.layers[s]) for s in slices)
-    home_of = _homes(module, layout.layers, num_layers // chosen)
-    names: list[list[str]] = [[] for _ in blocks]
+    size = num_layers // chosen
+    names, interface = assign_names(module, layout.layers, [idx // size for idx in range(num_layers)])
+    settled = BlockLayout(layout.layers, layout.readout, chosen, layout.prefix)
+    return Partition(settled, blocks, names, interface)
+
+
+def assign_names(
+    module: nn.Module, layers: nn.ModuleList, home_of_layer: Sequence[int]
+) -> tuple[tuple[tuple[str, ...], ...], tuple[str, ...]]:
+    """Assign the name of every parameter and persistent buffer of ``module`` to one group of layers or the interface.
+
+    Args:
+        module: The whole model.
+        layers: Its layers.
+        home_of_layer: The group of each layer, ascending from 0.
+
+    Returns:
+        The names of each group, and all other names; a tensor with several names appears once.
+
+    Raises:
+        MisconfigurationException: If groups share a tensor, or a group shares one with the interface, or a layer
+            appears twice or lives outside the module.
+    """
+    home_of = _homes(module, layers, home_of_layer)
+    names: list[list[str]] = [[] for _ in range(home_of_layer[-1] + 1)]
     interface: list[str] = []
     for name in _state_names(module, home_of):
         home = home_of[name]
         (interface if home is None else names[home]).append(name)
-    settled = BlockLayout(layout.layers, layout.readout, chosen, layout.prefix)
-    return Partition(settled, blocks, tuple(map(tuple, names)), tuple(interface))
+    return tuple(map(tuple, names)), tuple(interface)
 
 
-def _homes(module: nn.Module, layers: nn.ModuleList, layers_per_block: int) -> dict[str, int | None]:
-    """Return ``tensor name -> block_idx`` (None: interface), for every name, aliases of one tensor included."""
+def _homes(module: nn.Module, layers: nn.ModuleList, home_of_layer: Sequence[int]) -> dict[str, int | None]:
+    """Return ``tensor name -> home`` (None: interface), for every name, aliases of one tensor included."""
     layer_idx = {id(layer): idx for idx, layer in enumerate(layers)}
     paths = [
         (f"{path}.", layer_idx[id(submodule)])
@@ -235,9 +257,7 @@ def _homes(module: nn.Module, layers: nn.ModuleList, layers_per_block: int) -> d
             )
         )
     named = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
-    return {
-        name: next((idx // layers_per_block for path, idx in paths if name.startswith(path)), None) for name, _ in named
-    }
+    return {name: next((home_of_layer[idx] for path, idx in paths if name.startswith(path)), None) for name, _ in named}
 
 
 def _state_names(module: nn.Module, home_of: Mapping[str, int | None]) -> list[str]:

@@ -49,6 +49,24 @@ class SupportsBlockTraining(SupportsBlocks, Protocol):
 
 
 @runtime_checkable
+class SupportsStages(SupportsBlocks, Protocol):
+    """A module that ``strategy="rgc"`` can train.
+
+    It may also have ``stage_kwargs(batch, hidden) -> dict``: keywords for every layer (a mask, rotary tables), made
+    without trainable parameters. The hooks run on copies of the module that share its tensors, in other threads or
+    processes: what they need must come from the batch, and they may not call ``self.log``.
+    """
+
+    def stage_embed(self, batch: Any) -> Tensor:
+        """Return the hidden state before the first layer, one tensor."""
+        ...
+
+    def stage_loss(self, logits: Any, batch: Any) -> Tensor | Mapping[str, Any]:
+        """Return the mean loss of what the readout gave, or a mapping with ``loss`` and more scalars to log."""
+        ...
+
+
+@runtime_checkable
 class CountsTokens(Protocol):
     """A module that knows how many target tokens its batch holds."""
 

@@ -7,12 +7,21 @@ import sys
 from typing import Any
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.strategies import StrategyRegistry
+from lightning.pytorch.strategies import Strategy, StrategyRegistry
 
 from lightning_blocktrain.errors import explain
-from lightning_blocktrain.strategies import BlockTrainStrategy
+from lightning_blocktrain.strategies import BlockTrainStrategy, BoundedHorizonStrategy
 
-ALIASES = {"blocktrain": BlockTrainStrategy}
+ALIASES: dict[str, tuple[type[Strategy], dict[str, Any]]] = {
+    "blocktrain": (BlockTrainStrategy, {}),
+    "rgc": (BoundedHorizonStrategy, {"method": "rgc", "mode": "async"}),
+    "rgc_serial": (BoundedHorizonStrategy, {"method": "rgc", "mode": "serial"}),
+    "broadcast": (BoundedHorizonStrategy, {"method": "broadcast", "mode": "async"}),
+    "broadcast_serial": (BoundedHorizonStrategy, {"method": "broadcast", "mode": "serial"}),
+    "live": (BoundedHorizonStrategy, {"method": "live", "mode": "serial"}),
+    "bp_groups": (BoundedHorizonStrategy, {"method": "bp_groups", "mode": "serial"}),
+}
+"""Per alias, the strategy and the options that make it."""
 
 
 def register_strategies() -> None:
@@ -21,9 +30,10 @@ def register_strategies() -> None:
     ``pytorch_lightning`` is another class tree: where it is already imported, its registry gets the same aliases, and
     using one there is an error that names the right import.
     """
-    for alias, strategy in ALIASES.items():
+    for alias, (strategy, options) in ALIASES.items():
         if alias not in StrategyRegistry:
-            StrategyRegistry.register(alias, strategy, description=(strategy.__doc__ or alias).splitlines()[0])
+            description = (strategy.__doc__ or alias).splitlines()[0]
+            StrategyRegistry.register(alias, strategy, description=description, **options)
     if "pytorch_lightning" in sys.modules:
         _register_refusals(sys.modules["pytorch_lightning"])
 

@@ -25,7 +25,8 @@ class ByteTransformer(ByteModule):
 
     Under Lightning's own strategies it learns by backpropagation through all layers. Under ``blocktrain`` block b
     learns next-byte prediction through the shared readout from the features of the blocks before it, which are
-    frozen: they run forward only, in the version fetched with the round. The embedding learns from block 0 only.
+    frozen: they run forward only, in the version fetched with the round. The embedding learns from block 0 only. Under
+    ``rgc`` the stages of a pipeline learn at once, each from its own next-byte loss.
 
     Args:
         num_layers: L.
@@ -98,6 +99,14 @@ class ByteTransformer(ByteModule):
         loss = F.cross_entropy(self.readout(hidden).flatten(0, 1), targets.flatten())
         self.log(f"train/local_ce/block{block_idx}", loss.detach(), batch_size=len(inputs))
         return loss
+
+    def stage_embed(self, batch: Batch) -> Tensor:
+        """Return the hidden states before the first layer, (B, T, D), for a pipeline's first stage."""
+        return self.embed_bytes(batch[0])
+
+    def stage_loss(self, logits: Tensor, batch: Batch) -> Tensor:
+        """Return the next-byte cross entropy of ``logits`` (B, T, V) at any stage, in nats."""
+        return F.cross_entropy(logits.flatten(0, 1), batch[1].flatten())
 
     def _features(self, inputs: Tensor, block_idx: int) -> Tensor:
         """Return what block ``block_idx`` reads; only block 0 trains the embedding."""

@@ -1,5 +1,6 @@
 """The training strategies."""
 
 from lightning_blocktrain.strategies.blocktrain import BlockTrainStrategy
+from lightning_blocktrain.strategies.bounded_horizon import BoundedHorizonStrategy
 
-__all__ = ["BlockTrainStrategy"]
+__all__ = ["BlockTrainStrategy", "BoundedHorizonStrategy"]

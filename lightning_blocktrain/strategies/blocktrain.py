@@ -43,6 +43,7 @@ from lightning_blocktrain.strategies.block_guard import (
     refuse_scaled_accumulation,
     refuse_topology,
 )
+from lightning_blocktrain.strategies.progress import is_last_step
 from lightning_blocktrain.strategies.simulated_run import RunSettings, SimulatedRun, Tally, refuse_no_count
 from lightning_blocktrain.strategies.worker_batches import WorkerBatches, WorkerBatchLoader, batch_of
 from lightning_blocktrain.strategies.workers import InnerState, Worker, restore_process_streams
@@ -269,7 +270,7 @@ class BlockTrainStrategy(SingleDeviceStrategy):
         finally:
             self._acting = None
         if not accumulates:
-            self.run.finish_step(last=_is_last_step(trainer))
+            self.run.finish_step(last=is_last_step(trainer))
         return result
 
     @override
@@ -409,12 +410,3 @@ def _is_dealt(batch: Any) -> bool:
     found: list[bool] = []
     apply_to_collection(batch, WorkerBatches, lambda _: found.append(True))
     return bool(found)
-
-
-def _is_last_step(trainer: L.Trainer) -> bool:
-    """Return whether the step being taken is the last that the Trainer's limits allow."""
-    step = trainer.global_step + 1
-    if trainer.max_steps != -1 and step >= trainer.max_steps:
-        return True
-    last_epoch = trainer.max_epochs is not None and 0 < trainer.max_epochs <= trainer.current_epoch + 1
-    return last_epoch and trainer.fit_loop.epoch_loop.batch_progress.is_last_batch

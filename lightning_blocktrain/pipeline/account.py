@@ -1,0 +1,121 @@
+"""Where the time of a stage goes, and what the speed of a pipeline is made of.
+
+Owns a clock per stage and two formulas; refuses to infer one part of the time from the others: each is measured on
+its own, so that their sum can be checked against the wall clock.
+"""
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, fields, replace
+from typing import Any, Literal
+
+Section = Literal["busy", "wait_in", "wait_out", "copy", "optimizer"]
+
+
+@dataclass(frozen=True)
+class TimeAccount:
+    """Seconds of one stage since its start.
+
+    Args:
+        busy_s: Forward and backward passes.
+        wait_in_s: Waiting for an order, a snapshot or other stages' gradients.
+        wait_out_s: Waiting for room to pass something on.
+        copy_s: Copying into and out of shared memory.
+        optimizer_s: Consensus, clipping, optimizer step.
+        work_cpu_s: CPU seconds of this thread in ``busy``, ``copy`` and ``optimizer``: what the work costs where
+            stages share cores. Without the other threads of its OpenMP team.
+        wall_s: Seconds since the start, by a clock of its own.
+        num_batches: Batches done.
+        num_steps: Optimizer steps done.
+    """
+
+    busy_s: float = 0.0
+    wait_in_s: float = 0.0
+    wait_out_s: float = 0.0
+    copy_s: float = 0.0
+    optimizer_s: float = 0.0
+    work_cpu_s: float = 0.0
+    wall_s: float = 0.0
+    num_batches: int = 0
+    num_steps: int = 0
+
+    def __sub__(self, earlier: "TimeAccount") -> "TimeAccount":
+        """Return what happened between two accounts of the same stage."""
+        names = [field.name for field in fields(self)]
+        return TimeAccount(**{name: getattr(self, name) - getattr(earlier, name) for name in names})
+
+    @property
+    def closure_error(self) -> float:
+        """Share of the wall time that no section holds; negative if they overlap."""
+        parts_s = self.busy_s + self.wait_in_s + self.wait_out_s + self.copy_s + self.optimizer_s
+        return 1 - parts_s / self.wall_s if self.wall_s else 0.0
+
+    def work_s(self, num_threads: int) -> float:
+        """Return seconds of work per step: CPU time for a team of one thread, else the time on the clock."""
+        wall_s = self.busy_s + self.copy_s + self.optimizer_s
+        return (self.work_cpu_s if num_threads == 1 else wall_s) / max(1, self.num_steps)
+
+
+class StageClock:
+    """Keeps the account of the stage whose thread owns it."""
+
+    def __init__(self) -> None:
+        self._seconds: dict[str, float] = dict.fromkeys(("busy", "wait_in", "wait_out", "copy", "optimizer"), 0.0)
+        self._counts = TimeAccount()
+        self._work_cpu_s = 0.0
+        self._start = time.perf_counter()
+
+    @contextmanager
+    def section(self, name: Section) -> Iterator[None]:
+        """Add the time spent inside to one part; sections do not nest."""
+        cpu, start = time.thread_time(), time.perf_counter()
+        try:
+            yield
+        finally:
+            self._seconds[name] += time.perf_counter() - start
+            if name in ("busy", "copy", "optimizer"):
+                self._work_cpu_s += time.thread_time() - cpu
+
+    def count(self, *, batches: int = 0, steps: int = 0) -> None:
+        """Count finished batches and steps."""
+        old = self._counts
+        self._counts = replace(old, num_batches=old.num_batches + batches, num_steps=old.num_steps + steps)
+
+    def read(self) -> TimeAccount:
+        """Return the account up to now; call it outside every section."""
+        parts: Any = {f"{name}_s": seconds for name, seconds in self._seconds.items()}
+        wall_s = time.perf_counter() - self._start
+        return replace(self._counts, **parts, work_cpu_s=self._work_cpu_s, wall_s=wall_s)
+
+
+@dataclass(frozen=True)
+class Decomposition:
+    """What a ratio of step times is made of: ``T_bp / T_async = work * parallelism * orchestration``.
+
+    Args:
+        work: W = T_bp / sum of b_s; below 1 where the method computes more than backpropagation.
+        parallelism: P = sum of b_s / max of b_s; S for perfect balance.
+        orchestration: eta = max of b_s / T_async; 1 if the busiest stage never waits, less where stages share cores.
+    """
+
+    work: float
+    parallelism: float
+    orchestration: float
+
+
+def decompose(bp_step_s: float, async_step_s: float, work_s: Sequence[float]) -> Decomposition:
+    """Split the ratio of two step times.
+
+    Args:
+        bp_step_s: Seconds a step of global backpropagation.
+        async_step_s: Seconds a step of the pipeline.
+        work_s: Seconds of work per step of each stage, b_s.
+
+    Source: *Bounded-Horizon Local Transformer Training on CPUs*, throughput decomposition.
+    """
+    return Decomposition(
+        work=bp_step_s / sum(work_s),
+        parallelism=sum(work_s) / max(work_s),
+        orchestration=max(work_s) / async_step_s,
+    )

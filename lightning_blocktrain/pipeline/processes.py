@@ -1,0 +1,382 @@
+"""Stages as processes of their own, for modules whose Python code would hold the GIL.
+
+Owns the processes and their links. Parameters and buffers lie in shared memory, where every stage and the live module
+see the same bytes; hidden states and gradients travel through rings (``ring``).
+
+Memory map of a run, all of it anonymous shared memory that ends with the last process that maps it:
+
+| what | size | writers | readers |
+|---|---|---|---|
+| parameters and buffers | the model | the stage that owns each | all |
+| orders, one ring per stage | ``ring_slots`` x (batch + hidden state) | driver or stage s - 1 | stage s |
+| readout gradients, one ring per upstream stage | steps in flight x readout | stage s | final stage |
+| snapshots | (S + 1) x readout | final stage | upstream stages, under one lock |
+
+Stages are forked from a server process that has imported torch and frozen its heap, so that they share what the
+import costs.
+"""
+
+import multiprocessing
+import multiprocessing.forkserver
+import signal
+import time
+import traceback
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from typing_extensions import override
+
+from lightning_blocktrain.pipeline.account import StageClock
+from lightning_blocktrain.pipeline.base import CLOSE_TIMEOUT_S, POLL_S, Pipeline
+from lightning_blocktrain.pipeline.orders import (
+    BatchOrder,
+    DrainOrder,
+    DrainReport,
+    FailureReport,
+    Order,
+    Report,
+    StepOrder,
+)
+from lightning_blocktrain.pipeline.ring import RingReader, RingWriter, make_ring, pack, payload_bytes
+from lightning_blocktrain.pipeline.stage import Stage
+from lightning_blocktrain.pipeline.worker import Pace, StageWorker, Stopped
+
+ORDERS = {kind.__name__: kind for kind in (BatchOrder, StepOrder, DrainOrder)}
+
+
+class StopFlag:
+    """True when the pipeline is taken down, or the driver's process is gone.
+
+    Args:
+        event: A multiprocessing event.
+    """
+
+    def __init__(self, event: Any) -> None:
+        self._event = event
+
+    def set(self) -> None:
+        """Ask every stage to end."""
+        self._event.set()
+
+    def is_set(self) -> bool:
+        """Return whether to give up waiting."""
+        parent = multiprocessing.parent_process()
+        return bool(self._event.is_set()) or (parent is not None and not parent.is_alive())
+
+
+class SharedBoard:
+    """Snapshots of the readout in shared memory.
+
+    Args:
+        context: The multiprocessing context.
+        num_kept: Snapshots that stay readable.
+        like: Tensors of the readout.
+        stop: Set when the pipeline is taken down.
+    """
+
+    def __init__(self, context: Any, num_kept: int, like: Sequence[Tensor], stop: Any) -> None:
+        self._slots = pack([list(like) for _ in range(num_kept)])
+        self._versions = pack(torch.full((num_kept,), -1, dtype=torch.int64))
+        self._changed, self._stop = context.Condition(), stop
+
+    def publish(self, version: int, tensors: Sequence[Tensor]) -> None:
+        """Copy the readout's tensors over the oldest snapshot."""
+        with self._changed:
+            slot_idx = int(self._versions.argmin())
+            for stored, tensor in zip(self._slots[slot_idx], tensors, strict=True):
+                stored.copy_(tensor.detach())
+            self._versions[slot_idx] = version
+            self._changed.notify_all()
+
+    def read(self, version: int | None, into: Sequence[Tensor]) -> int:
+        """Copy a snapshot into ``into`` and return its version; None: the newest, else wait for that one.
+
+        Raises:
+            Stopped: If the pipeline is taken down meanwhile.
+        """
+        with self._changed:
+            while True:
+                newest = int(self._versions.max())
+                wanted = newest if version is None else version
+                if wanted in self._versions.tolist():
+                    slot_idx = self._versions.tolist().index(wanted)
+                    with torch.no_grad():
+                        for mine, stored in zip(into, self._slots[slot_idx], strict=True):
+                            mine.copy_(stored)
+                    return wanted
+                if self._stop.is_set():
+                    raise Stopped
+                self._changed.wait(POLL_S)
+
+
+@dataclass(frozen=True)
+class Ends:
+    """The ends of the rings and pipes that one stage holds.
+
+    Args:
+        inbox: Orders from the stage before.
+        outbox: Orders to the next stage; None for the final one.
+        gradients_out: Readout gradients to the final stage; None in it.
+        gradients_in: Those of the upstream stages, in the final one.
+        board: The snapshots.
+        reports: Pipe to the driver.
+    """
+
+    inbox: RingReader
+    outbox: RingWriter | None
+    gradients_out: RingWriter | None
+    gradients_in: tuple[RingReader, ...]
+    board: SharedBoard
+    reports: Connection
+
+    def close(self) -> None:
+        """Close this process's copies."""
+        ends: list[Any] = [self.inbox, self.outbox, self.gradients_out, *self.gradients_in, self.reports]
+        for end in ends:
+            if end is not None:
+                end.close()
+
+
+class ProcessLinks:
+    """One stage's connections to the other processes.
+
+    Args:
+        ends: What the stage holds.
+        clock: The stage's clock.
+    """
+
+    def __init__(self, ends: Ends, clock: StageClock) -> None:
+        self._ends, self._clock = ends, clock
+
+    def receive(self) -> Order:
+        """Return the next order, copied out of its slot."""
+        with self._clock.section("wait_in"):
+            self._ends.inbox.wait()
+        with self._clock.section("copy"):
+            return _order(self._ends.inbox.read())
+
+    def send(self, order: Order) -> None:
+        """Copy an order into the next stage's ring."""
+        outbox = self._ends.outbox
+        assert outbox is not None
+        with self._clock.section("wait_out"):
+            outbox.wait()
+        with self._clock.section("copy"):
+            outbox.write(_message(order))
+
+    def report(self, report: Report) -> None:
+        """Tell the driver."""
+        if isinstance(report, FailureReport):
+            report = replace(report, cause=_portable(report.cause))
+        elif isinstance(report, DrainReport) and report.optimizer_state is not None:
+            report = replace(report, optimizer_state=pack(report.optimizer_state))
+        self._ends.reports.send(report)
+
+    def publish_snapshot(self, version: int, tensors: Sequence[Tensor]) -> None:
+        """Copy the readout into shared memory."""
+        with self._clock.section("copy"):
+            self._ends.board.publish(version, tensors)
+
+    def read_snapshot(self, version: int | None, into: Sequence[Tensor]) -> int:
+        """Copy a snapshot into the stage's own readout."""
+        with self._clock.section("wait_in" if version is not None else "copy"):
+            return self._ends.board.read(version, into)
+
+    def send_gradients(self, step_idx: int, gradients: Sequence[Tensor]) -> None:
+        """Copy readout gradients into the ring to the final stage."""
+        ring = self._ends.gradients_out
+        assert ring is not None
+        with self._clock.section("wait_out"):
+            ring.wait()
+        with self._clock.section("copy"):
+            ring.write((step_idx, list(gradients)))
+
+    def receive_gradients(self, stage_idx: int, step_idx: int) -> list[Tensor]:
+        """Return another stage's readout gradients of the same step."""
+        ring = self._ends.gradients_in[stage_idx]
+        with self._clock.section("wait_in"):
+            ring.wait()
+        with self._clock.section("copy"):
+            found, gradients = ring.read()
+        if found != step_idx:
+            raise RuntimeError(f"the gradients of stage {stage_idx} are those of step {found}, not {step_idx}")
+        return list(gradients)
+
+
+class ProcessPipeline(Pipeline):
+    """Stages that run at the same time, one process each.
+
+    Args:
+        stages: The stages, of a module whose parameters and buffers lie in shared memory (``share``).
+        pace: When they may go on.
+        first_step: Optimizer steps before the first order.
+        timeout_s: Longest wait without any report.
+        ring_slots: Orders that may wait in front of a stage.
+        threads_per_stage: Size of each stage's OpenMP team.
+        batch_bytes: Bytes of the largest batch.
+        hidden_bytes: Bytes of the largest hidden state.
+    """
+
+    def __init__(
+        self,
+        stages: Sequence[Stage],
+        pace: Pace,
+        first_step: int,
+        timeout_s: float,
+        ring_slots: int,
+        threads_per_stage: int,
+        batch_bytes: int,
+        hidden_bytes: int,
+    ) -> None:
+        super().__init__(len(stages), first_step, pace.serial, timeout_s)
+        context = multiprocessing.get_context("forkserver")
+        self._owns_server = _start_server(context)
+        self._stop = StopFlag(context.Event())
+        self._first, ends, self._reports = self._connect(context, stages, ring_slots, batch_bytes + hidden_bytes)
+        self._batch_bytes = batch_bytes
+        ends[0].board.publish(first_step, stages[-1].snapshot)
+        self._ends = ends  # a semaphore's name lasts as long as the object in the process that made it
+        self._processes: list[Any] = []
+        for stage, held in zip(stages, ends, strict=True):
+            for parameter, state in stage.optimizer.state.items():
+                stage.optimizer.state[parameter] = pack(state)
+            process = context.Process(
+                target=_run_stage,
+                args=(stage, held, pace, first_step, threads_per_stage),
+                name=f"stage-{stage.stage_idx}",
+                daemon=True,
+            )
+            process.start()
+            self._processes.append(process)
+        for held in ends:  # the stages alone keep theirs: one that dies ends the pipes that lead to and from it
+            held.close()
+
+    def _connect(
+        self, context: Any, stages: Sequence[Stage], ring_slots: int, slot_bytes: int
+    ) -> tuple[RingWriter, list[Ends], list[Connection]]:
+        """Return the driver's end of the orders, every stage's ends, and the driver's ends of the reports."""
+        readout = stages[-1].snapshot
+        board = SharedBoard(context, len(stages) + 1, readout, self._stop)
+        orders = [make_ring(context, ring_slots, slot_bytes, self._stop) for _ in stages]
+        steps_ahead = len(stages) * (ring_slots + 1)
+        readout_bytes = payload_bytes(readout)
+        gradients = [make_ring(context, steps_ahead, readout_bytes, self._stop) for _ in stages[:-1]]
+        ends, reports = [], []
+        for stage in stages:
+            reader, writer = context.Pipe(duplex=False)
+            idx = stage.stage_idx
+            outbox, gradients_out = (None, None) if stage.is_final else (orders[idx + 1][0], gradients[idx][0])
+            gradients_in = tuple(reader for _, reader in gradients) if stage.is_final else ()
+            ends.append(Ends(orders[idx][1], outbox, gradients_out, gradients_in, board, writer))
+            reports.append(reader)
+        return orders[0][0], ends, reports
+
+    @override
+    def fits(self, data: Any) -> bool:
+        """Return whether the rings have room for a batch."""
+        return payload_bytes(data) <= self._batch_bytes
+
+    @override
+    def _send(self, order: Order, timeout_s: float) -> bool:
+        if not self._first.wait(timeout_s):
+            return False
+        self._first.write(_message(order))
+        return True
+
+    @override
+    def _receive(self, timeout_s: float) -> Report | None:
+        sentinels = [process.sentinel for process in self._processes]
+        ready = wait([*self._reports, *sentinels], timeout_s)
+        for reader in self._reports:
+            if reader in ready:
+                try:
+                    report: Report = reader.recv()
+                except (EOFError, OSError):
+                    continue
+                return report
+        for stage_idx, sentinel in enumerate(sentinels):
+            if sentinel in ready:
+                process = self._processes[stage_idx]
+                process.join()
+                cause = RuntimeError(f"its process {process.pid} ended with exit code {process.exitcode}")
+                return FailureReport(stage_idx, self.num_steps, cause)
+        return None
+
+    @override
+    def close(self) -> None:
+        """End the processes: first by asking, then by killing."""
+        self._stop.set()
+        deadline = time.monotonic() + CLOSE_TIMEOUT_S
+        for process in self._processes:
+            process.join(max(0.0, deadline - time.monotonic()))
+            if process.is_alive():
+                process.kill()
+                process.join()
+            process.close()
+        self._first.close()
+        for reader in self._reports:
+            reader.close()
+        self._processes, self._reports, self._ends = [], [], []
+        if self._owns_server:
+            multiprocessing.forkserver._forkserver._stop()  # type: ignore[attr-defined]
+            self._owns_server = False
+
+
+def share(module: nn.Module) -> None:
+    """Move the parameters and buffers of ``module`` into one piece of shared memory."""
+    tensors = _tensors(module)
+    for tensor, shared in zip(tensors, pack([tensor.data for tensor in tensors]), strict=True):
+        tensor.data = shared
+
+
+def unshare(module: nn.Module) -> None:
+    """Move the parameters and buffers of ``module`` back into memory of its own."""
+    for tensor in _tensors(module):
+        tensor.data = tensor.data.clone()
+
+
+def _tensors(module: nn.Module) -> list[Tensor]:
+    return [*module.parameters(), *module.buffers()]
+
+
+def _start_server(context: Any) -> bool:
+    """Have the fork server import torch before it forks; return whether it is ours to stop."""
+    server = multiprocessing.forkserver._forkserver
+    if getattr(server, "_forkserver_pid", None) is not None:
+        return False
+    context.set_forkserver_preload(["lightning_blocktrain.pipeline.preload"])
+    return True
+
+
+def _run_stage(stage: Stage, ends: Ends, pace: Pace, first_step: int, num_threads: int) -> None:
+    torch.set_num_threads(num_threads)  # before any parallel region
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the driver is interrupted too, and takes the pipeline down
+    clock = StageClock()
+    StageWorker(stage, ProcessLinks(ends, clock), clock, pace, first_step).run()
+
+
+def _message(order: Order) -> tuple[str, dict[str, Any]]:
+    return type(order).__name__, {field.name: getattr(order, field.name) for field in fields(order)}
+
+
+def _order(message: tuple[str, dict[str, Any]]) -> Order:
+    kind, values = message
+    order: Order = ORDERS[kind](**values)
+    return order
+
+
+def _portable(cause: BaseException) -> BaseException:
+    """Return an error with the same text whose class every process can build, and the traceback as a note."""
+    text = "".join(traceback.format_exception(cause))
+    known = type(cause).__module__.partition(".")[0] in ("builtins", "lightning", "lightning_blocktrain")
+    portable = (
+        type(cause)(str(cause))
+        if known and isinstance(cause, Exception)
+        else RuntimeError(f"{type(cause).__name__}: {cause}")
+    )
+    portable.add_note(text)
+    return portable

@@ -1,0 +1,117 @@
+"""Where a deep model is cut: layers into contiguous stages, every named tensor to the stage that owns it.
+
+Owns the arithmetic of a cut and of its balance. The final stage owns the readout; whatever else lies outside the
+layers (an embedding, positions) belongs to stage 0.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from torch import nn
+
+from lightning_blocktrain.errors import explain
+from lightning_blocktrain.partition import assign_names
+from lightning_blocktrain.protocols import BlockLayout
+
+MIN_GAIN = 0.03
+"""Smallest relative cut of the busiest stage's time for which layers move: less is noise."""
+
+
+@dataclass(frozen=True)
+class StageCut:
+    """A module cut into stages.
+
+    Args:
+        sizes: Layers per stage.
+        names: Per stage, the names of the parameters and persistent buffers that it owns.
+        readout_names: Names of the readout's tensors, a part of the final stage's.
+    """
+
+    sizes: tuple[int, ...]
+    names: tuple[tuple[str, ...], ...]
+    readout_names: tuple[str, ...]
+
+    @property
+    def num_stages(self) -> int:
+        """S."""
+        return len(self.sizes)
+
+    @property
+    def slices(self) -> list[slice]:
+        """Per stage, the slice of its layers."""
+        return [slice(start, end) for start, end in pairwise(accumulate(self.sizes, initial=0))]
+
+
+def even_sizes(num_layers: int, num_stages: int) -> tuple[int, ...]:
+    """Return ``num_stages`` layer counts that differ by at most one, the larger ones first."""
+    size, rest = divmod(num_layers, num_stages)
+    return tuple(size + (stage_idx < rest) for stage_idx in range(num_stages))
+
+
+def balanced_sizes(sizes: Sequence[int], busy_s: Sequence[float]) -> tuple[int, ...]:
+    """Return the layer counts whose busiest stage is predicted to take least time.
+
+    A stage's time is spread evenly over its layers, and contiguous cuts of these times are compared.
+
+    Args:
+        sizes: Layers per stage when the times were measured.
+        busy_s: Seconds of work per stage and step.
+
+    Returns:
+        The better counts, or ``sizes`` where none cuts the busiest stage's time by ``MIN_GAIN``.
+    """
+    costs = [busy / size for size, busy in zip(sizes, busy_s, strict=True) for _ in range(size)]
+    best_s, best = _least_maximum(costs, len(sizes))
+    return best if best_s < (1 - MIN_GAIN) * max(busy_s) else tuple(sizes)
+
+
+def _least_maximum(costs: Sequence[float], num_parts: int) -> tuple[float, tuple[int, ...]]:
+    """Cut ``costs`` into contiguous non-empty parts with the least largest sum; return that sum and the lengths."""
+    totals = list(accumulate(costs, initial=0.0))
+    best: dict[int, tuple[float, tuple[int, ...]]] = {end: (totals[end], (end,)) for end in range(1, len(totals))}
+    for num in range(2, num_parts + 1):
+        best = {
+            end: min(
+                (max(best[start][0], totals[end] - totals[start]), (*best[start][1], end - start))
+                for start in range(num - 1, end)
+            )
+            for end in range(num, len(totals))
+        }
+    return best[len(costs)]
+
+
+def cut_stages(module: nn.Module, layout: BlockLayout, sizes: Sequence[int]) -> StageCut:
+    """Assign every parameter and persistent buffer of ``module`` to exactly one stage.
+
+    Raises:
+        MisconfigurationException: If stages share a tensor, or the readout shares one with what precedes it.
+    """
+    home_of_layer = [stage_idx for stage_idx, size in enumerate(sizes) for _ in range(size)]
+    names, interface = assign_names(module, layout.layers, home_of_layer)
+    readout_ids = {id(tensor) for tensor in (*layout.readout.parameters(), *layout.readout.buffers())}
+    tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+    readout = tuple(name for name in interface if id(tensors[name]) in readout_ids)
+    if len(sizes) > 1:
+        _refuse_tied_readout(module, layout.readout, readout_ids)
+    owned = [list(stage_names) for stage_names in names]
+    owned[0] += [name for name in interface if name not in readout]
+    owned[-1] += readout
+    return StageCut(tuple(sizes), tuple(map(tuple, owned)), readout)
+
+
+def _refuse_tied_readout(module: nn.Module, readout: nn.Module, readout_ids: set[int]) -> None:
+    inside = next((f"{path}." for path, part in module.named_modules() if part is readout), None)
+    if inside is None:
+        rule = "configure_blocks: readout must be a submodule of the LightningModule"
+        raise MisconfigurationException(explain(rule, type(readout).__name__, "register it in __init__"))
+    shared: dict[int, list[str]] = {}
+    for name, tensor in module.named_parameters(remove_duplicate=False):
+        if id(tensor) in readout_ids:
+            shared.setdefault(id(tensor), []).append(name)
+    for names in shared.values():
+        if any(not name.startswith(inside) for name in names):
+            rule = "stages may not share weights: the final stage alone owns the readout"
+            fix = "untie embedding and readout, or train with one stage"
+            raise MisconfigurationException(explain(rule, "tied " + " = ".join(names), fix))
