@@ -1,8 +1,10 @@
-"""Your own LightningModule, trained block by block: what it must offer, on data of its own.
+"""Your own LightningModule, trained block by block or in stages: what it must offer, on data of its own.
 
-``configure_blocks`` says which layers are cut into blocks, ``block_training_step`` gives one block's loss; the rest
-is an ordinary module, which ``--strategy auto`` trains end to end. The module imports nothing from
-``lightning_blocktrain``, and its checkpoint loads where that package is not installed.
+``configure_blocks`` says which layers are cut. ``--strategy blocktrain`` needs one more hook, ``block_training_step``,
+which gives one block's loss; ``--strategy rgc`` needs two others, ``stage_embed`` and ``stage_loss``, and runs the
+layers between them itself. Neither asks for the hooks of the other. The rest is an ordinary module, which
+``--strategy auto`` trains end to end. The module imports nothing from ``lightning_blocktrain``, and its checkpoint
+loads where that package is not installed.
 
 Shapes: ``B`` sequences, ``T`` bytes per window, ``D`` width, ``V`` = 256 byte values.
 """
@@ -46,7 +48,7 @@ class ConvLanguageModel(L.LightningModule):
 
     Args:
         num_layers: Layers.
-        num_blocks: Blocks, a divisor of ``num_layers``.
+        num_blocks: Blocks, a divisor of ``num_layers``; the number of stages is the strategy's own.
         width: D.
         lr: Learning rate.
     """
@@ -61,7 +63,7 @@ class ConvLanguageModel(L.LightningModule):
         self.readout = nn.Sequential(nn.LayerNorm(width), nn.Linear(width, 256))
 
     def configure_blocks(self) -> dict[str, Any]:
-        """Say what is cut into blocks; a block's loss runs the blocks before it, frozen."""
+        """Say what is cut into blocks or stages; a block's loss runs the blocks before it, frozen."""
         return {
             "layers": self.layers,
             "readout": self.readout,
@@ -85,6 +87,15 @@ class ConvLanguageModel(L.LightningModule):
         self.log(f"train/local_ce/block{block_idx}", loss.detach())
         return loss
 
+    def stage_embed(self, batch: Batch) -> Tensor:
+        """Return what the first layer reads, (B, T, D)."""
+        hidden: Tensor = self.embed(batch[0])
+        return hidden
+
+    def stage_loss(self, logits: Tensor, batch: Batch) -> Tensor:
+        """Return the next-byte loss of any stage's logits (B, T, V), in nats per byte; the strategy logs it."""
+        return F.cross_entropy(logits.flatten(0, 1), batch[1].flatten())
+
     def forward(self, inputs: Tensor) -> Tensor:
         """Return the logits of the next byte; (B, T) to (B, T, V)."""
         hidden = self.embed(inputs)
@@ -94,7 +105,7 @@ class ConvLanguageModel(L.LightningModule):
         return logits
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        """Return the next-byte loss of the whole model, in nats per byte; ``blocktrain`` does not call it."""
+        """Return the next-byte loss of the whole model, in nats per byte; only ``auto`` calls it in training."""
         inputs, targets = batch
         return F.cross_entropy(self(inputs).flatten(0, 1), targets.flatten())
 
@@ -104,7 +115,7 @@ class ConvLanguageModel(L.LightningModule):
         self.log("val/bits_per_byte", nats / math.log(2), batch_size=batch[1].numel())
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        """Return AdamW over all parameters: each worker steps its own share of them."""
+        """Return AdamW over all parameters: each worker or stage steps its own share of them."""
         return torch.optim.AdamW(self.parameters(), lr=self.lr)
 
 
@@ -118,10 +129,10 @@ def byte_loader(text: bytes, window_bytes: int = 128, *, shuffle: bool) -> DataL
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Train on the source of some standard modules, print the bits per byte held out and save a checkpoint."""
-    import lightning_blocktrain  # noqa: F401  registers strategy="blocktrain"; here, since the class does without it
+    import lightning_blocktrain  # noqa: F401  registers both strategies; here, since the class does without it
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--strategy", choices=("blocktrain", "auto"), default="blocktrain", help="how to train")
+    parser.add_argument("--strategy", choices=("blocktrain", "rgc", "auto"), default="blocktrain", help="how to train")
     parser.add_argument("--steps", type=int, default=300, help="optimizer steps")
     parser.add_argument("--width", type=int, default=64, help="width of the model")
     parser.add_argument("--out", type=Path, default=Path("checkpoints"), help="directory of the checkpoint")

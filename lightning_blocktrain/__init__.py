@@ -4,7 +4,8 @@
 companions, and starts nothing else.
 """
 
-from lightning_blocktrain.callbacks import AcceptedThroughput, MemoryMonitor, RoundMonitor
+from lightning_blocktrain.callbacks import AcceptedThroughput, MemoryMonitor, PipelineMonitor, RoundMonitor
+from lightning_blocktrain.callbacks.exits import ExitEvaluation, ExitScore, evaluate_exits
 from lightning_blocktrain.callbacks.sweep_eval import SweepEvaluation, SweepReport, evaluate_sweep
 from lightning_blocktrain.coordinator import NetworkModel, WorkerLink
 from lightning_blocktrain.data import ByteDataModule
@@ -26,12 +27,16 @@ __all__ = [
     "ByteDataModule",
     "ByteTransformer",
     "DiffusionBlocks",
+    "ExitEvaluation",
+    "ExitScore",
     "MemoryMonitor",
     "NetworkModel",
     "OuterSGD",
+    "PipelineMonitor",
     "RoundMonitor",
     "SweepEvaluation",
     "SweepReport",
     "WorkerLink",
+    "evaluate_exits",
     "evaluate_sweep",
 ]

@@ -266,6 +266,50 @@ def test_fit_with_a_bad_strategy_argument_is_one_line_and_exit_2(
     assert "sync_every must be at least 1" in error and "Traceback" not in error
 
 
+PIPELINE = "trainer:\n  strategy:\n    class_path: lightning_blocktrain.BoundedHorizonStrategy\n    init_args: "
+
+
+@pytest.mark.parametrize("strategy", ["alias", "class_path"])
+def test_fit_trains_by_stages_and_evaluate_reads_its_checkpoint(
+    strategy: str, corpus: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    config = tmp_path / "run.yaml"
+    config.write_text(PIPELINE + "{stage_split: [1, 1], consensus_weights: depth, lag: pinned}\n", encoding="ascii")
+    chosen = "--trainer.strategy=rgc" if strategy == "alias" else f"--config={config}"
+    data = [f"--data.corpus={corpus}", "--data.window_bytes=8", "--data.batch_size=4"]
+    trainer = ["--trainer.max_steps=3", "--trainer.limit_val_batches=1", *QUIET]
+    assert main(["fit", "--model=ByteTransformer", *FIT_SIZES, chosen, *data, *trainer]) == 0
+    named = re.search(r"^checkpoint: (.+)$", capsys.readouterr().out, re.MULTILINE)
+    assert named is not None
+    saved = torch.load(named[1], weights_only=True)
+    assert "bounded_horizon" in saved and saved["global_step"] == 3
+    assert {float(state["step"]) for state in saved["optimizer_states"][0]["state"].values()} == {3.0}
+    assert main(["evaluate", named[1], "--corpus", corpus, "--num-windows=4"]) == 0
+    assert "ByteTransformer" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("{ring_slots: 0}", "ring_slots must be at least 1"),
+        ("{ring_slots: many}", "ring_slots"),
+        ("{method: sgd}", "method"),
+        ("{num_stage: 2}", "num_stage"),
+        ("{stage_split: [2, 0]}", "stage_split must be"),
+        ("{method: live, mode: async}", "does not overlap batches"),
+    ],
+)
+def test_fit_with_a_bad_argument_of_the_pipeline_is_one_line_and_exit_2(
+    arguments: str, message: str, tmp_path: Path, corpus: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = tmp_path / "run.yaml"
+    config.write_text(PIPELINE + arguments + "\n", encoding="ascii")
+    assert main(["fit", f"--config={config}", "--model=ByteTransformer", f"--data.corpus={corpus}"]) == 2
+    errors = [line for line in capsys.readouterr().err.splitlines() if line.startswith("blocktrain: error: ")]
+    assert len(errors) == 1 and message in errors[0] and "Traceback" not in errors[0]
+
+
 def test_interrupted_command_says_so_and_exits_with_130(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -11,7 +11,7 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.strategies import StrategyRegistry
 
-from lightning_blocktrain import BlockTrainStrategy
+from lightning_blocktrain import BlockTrainStrategy, BoundedHorizonStrategy
 from lightning_blocktrain.registration import ALIASES, register_strategies
 
 
@@ -51,23 +51,41 @@ def test_aliases_are_names_that_lightning_does_not_rewrite() -> None:
 def test_strategy_from_its_alias_opens_nothing(alias: str) -> None:
     random_state, before = torch.get_rng_state(), resources()
     strategy = StrategyRegistry.get(alias)
-    assert isinstance(strategy, ALIASES[alias])
+    kind, options = ALIASES[alias]
+    assert type(strategy) is kind
+    assert all(getattr(strategy.settings, name) == value for name, value in options.items())
     assert resources() - before == set()
     assert torch.equal(torch.get_rng_state(), random_state)
 
 
-def test_trainer_with_the_alias_gets_our_strategy(make_trainer: Any) -> None:
+@pytest.mark.parametrize("alias", ALIASES)
+def test_trainer_with_an_alias_gets_its_strategy(make_trainer: Any, alias: str) -> None:
     before = resources()
-    assert type(make_trainer(strategy="blocktrain").strategy) is BlockTrainStrategy
+    strategy = make_trainer(strategy=alias).strategy
+    assert type(strategy) is ALIASES[alias][0]
+    assert all(getattr(strategy.settings, name) == value for name, value in ALIASES[alias][1].items())
     assert resources() - before == set()
 
 
-def test_trainer_of_the_other_tree_names_the_right_import(other_lightning: Any) -> None:
+def test_every_alias_of_a_pipeline_is_another_one() -> None:
+    pipelines = [options for kind, options in ALIASES.values() if kind is BoundedHorizonStrategy]
+    assert len({tuple(sorted(options.items())) for options in pipelines}) == len(pipelines) == 6
+    assert all(options.keys() == {"method", "mode"} for options in pipelines)
+
+
+@pytest.mark.parametrize(("method", "mode"), [("rgc", "async"), ("broadcast", "async"), ("live", "serial")])
+def test_strategy_without_a_mode_takes_the_method_s_own(method: Any, mode: str) -> None:
+    assert BoundedHorizonStrategy(method).settings.mode == mode
+    assert BoundedHorizonStrategy().settings.method == "rgc"
+
+
+@pytest.mark.parametrize("alias", ALIASES)
+def test_trainer_of_the_other_tree_names_the_right_import(other_lightning: Any, alias: str) -> None:
     words = (
-        "strategy='blocktrain' works with the package 'lightning'; got a Trainer of 'pytorch_lightning'; import lightn"
+        f"strategy='{alias}' works with the package 'lightning'; got a Trainer of 'pytorch_lightning'; import lightn"
     )
     with pytest.raises(MisconfigurationException, match=words):
-        other_lightning.Trainer(strategy="blocktrain", accelerator="cpu", logger=False)
+        other_lightning.Trainer(strategy=alias, accelerator="cpu", logger=False)
 
 
 def test_register_strategies_beside_the_other_tree_is_harmless_twice(other_lightning: Any) -> None:

@@ -2,7 +2,7 @@
 
 A key is ``<group>/<name>[/<part>]``: W&B and TensorBoard make a section of each group, CSV a column of each key.
 Units are the last word of a name; a key without one is a count, a ratio or in nats, as said here. ``{b}`` is a
-block index, ``{K}`` a number of draws.
+block index, ``{s}`` a stage index, ``{K}`` a number of draws.
 
 | key | meaning | unit |
 |---|---|---|
@@ -22,6 +22,8 @@ block index, ``{K}`` a number of draws.
 | ``val/ablation/z_zero_ce`` | all draws; ``z`` after block 0 replaced by zeros | nats per token |
 | ``val/ablation/context_scrambled_ce`` | all draws; inputs permuted within their window | nats per token |
 | ``val/leak_accuracy`` | accuracy of reading the target off the noised input at ``sigma_min`` | ratio |
+| ``val/loss/exit{s}`` | loss of the model cut off after stage s, with the shared readout | nats per token |
+| ``val/bits_per_token/exit{s}`` | the same in bits; bits per byte where tokens are bytes | bits per token |
 | ``test/...`` | as ``val/...``, on the test split | |
 | ``throughput/accepted_tokens_per_s`` | tokens of merged block updates per second of training | tokens/s |
 | ``throughput/worker_tokens_per_s`` | tokens processed per second of training, all workers | tokens/s |
@@ -46,24 +48,41 @@ block index, ``{K}`` a number of draws.
 | ``blocktrain/worker_steps`` | inner optimizer steps so far, all workers | count |
 | ``blocktrain/worker_tokens`` | tokens processed so far, all workers | count |
 | ``blocktrain/accepted_tokens`` | tokens of the block updates that were merged so far | count |
+| ``pipeline/busy_frac/stage{s}`` | forward and backward passes / wall time of the stage, validation left out | ratio |
+| ``pipeline/wait_in_frac/stage{s}`` | waiting for a batch, a snapshot or gradients / wall time | ratio |
+| ``pipeline/wait_out_frac/stage{s}`` | waiting for room in front of the next stage / wall time | ratio |
+| ``pipeline/copy_frac/stage{s}`` | copying into and out of shared memory / wall time | ratio |
+| ``pipeline/optimizer_frac/stage{s}`` | consensus, clipping, optimizer step / wall time | ratio |
+| ``pipeline/work_s/stage{s}`` | work of a step: CPU time for one thread, else busy + copy + optimizer | s |
+| ``pipeline/lag/stage{s}`` | optimizer steps between a batch and the readout it saw, mean over the batches | count |
+| ``pipeline/lag_max/stage{s}`` | the same, largest | count |
+| ``pipeline/closure_error`` | share of wall time outside all five parts: largest size over the stages | ratio |
+| ``pipeline/parallelism`` | work of all stages / work of the busiest; S for perfect balance | ratio |
 
 The refusals are ``stale``, ``superseded``, ``duplicate``, ``nonfinite``, ``outlier``, ``malformed`` and
 ``unauthorised``; each has its column from the first round on.
 """
 
+from lightning_blocktrain.callbacks.exits import ExitEvaluation, ExitScore, evaluate_exits
 from lightning_blocktrain.callbacks.memory import MemoryMonitor, TreeMemory, tree_memory
+from lightning_blocktrain.callbacks.pipeline import PipelineMonitor, ReportsStages
 from lightning_blocktrain.callbacks.rounds import ReportsRounds, RoundMonitor
 from lightning_blocktrain.callbacks.sweep_eval import SweepEvaluation, SweepReport, evaluate_sweep
 from lightning_blocktrain.callbacks.throughput import AcceptedThroughput
 
 __all__ = [
     "AcceptedThroughput",
+    "ExitEvaluation",
+    "ExitScore",
     "MemoryMonitor",
+    "PipelineMonitor",
     "ReportsRounds",
+    "ReportsStages",
     "RoundMonitor",
     "SweepEvaluation",
     "SweepReport",
     "TreeMemory",
+    "evaluate_exits",
     "evaluate_sweep",
     "tree_memory",
 ]

@@ -1,7 +1,7 @@
 """Where the time of a stage goes, and what the speed of a pipeline is made of.
 
-Owns a clock per stage and two formulas; refuses to infer one part of the time from the others: each is measured on
-its own, so that their sum can be checked against the wall clock.
+Owns a clock per stage and two formulas. The parts are added up one by one, the wall time comes from one difference:
+that they agree checks the bookkeeping.
 """
 
 import time
@@ -12,13 +12,16 @@ from typing import Any, Literal
 
 Section = Literal["busy", "wait_in", "wait_out", "copy", "optimizer"]
 
+PARTS: tuple[Section, ...] = ("busy", "wait_in", "wait_out", "copy", "optimizer")
+WORK: tuple[Section, ...] = ("busy", "copy", "optimizer")
+
 
 @dataclass(frozen=True)
 class TimeAccount:
     """Seconds of one stage since its start.
 
     Args:
-        busy_s: Forward and backward passes.
+        busy_s: Forward and backward passes, and the stage's Python code around them.
         wait_in_s: Waiting for an order, a snapshot or other stages' gradients.
         wait_out_s: Waiting for room to pass something on.
         copy_s: Copying into and out of shared memory.
@@ -47,7 +50,7 @@ class TimeAccount:
 
     @property
     def closure_error(self) -> float:
-        """Share of the wall time that no section holds; negative if they overlap."""
+        """Share of the wall time that no part holds; negative if parts overlap."""
         parts_s = self.busy_s + self.wait_in_s + self.wait_out_s + self.copy_s + self.optimizer_s
         return 1 - parts_s / self.wall_s if self.wall_s else 0.0
 
@@ -58,24 +61,36 @@ class TimeAccount:
 
 
 class StageClock:
-    """Keeps the account of the stage whose thread owns it."""
+    """Keeps the account of the stage whose thread owns it: at every moment one part of it grows.
+
+    It starts in ``wait_in``. What a stage's thread does between the named sections of an order, such as waiting for the
+    GIL, is in the section around them.
+    """
 
     def __init__(self) -> None:
-        self._seconds: dict[str, float] = dict.fromkeys(("busy", "wait_in", "wait_out", "copy", "optimizer"), 0.0)
+        self._seconds: dict[Section, float] = dict.fromkeys(PARTS, 0.0)
         self._counts = TimeAccount()
         self._work_cpu_s = 0.0
-        self._start = time.perf_counter()
+        self._current: Section = "wait_in"
+        self._start = self._since = time.perf_counter()
+        self._cpu_since = time.thread_time()
 
     @contextmanager
     def section(self, name: Section) -> Iterator[None]:
-        """Add the time spent inside to one part; sections do not nest."""
-        cpu, start = time.thread_time(), time.perf_counter()
+        """Let one part of the account grow while the code inside runs; an inner section interrupts an outer one."""
+        outer = self._current
+        self._switch(name)
         try:
             yield
         finally:
-            self._seconds[name] += time.perf_counter() - start
-            if name in ("busy", "copy", "optimizer"):
-                self._work_cpu_s += time.thread_time() - cpu
+            self._switch(outer)
+
+    def _switch(self, name: Section) -> None:
+        now, cpu = time.perf_counter(), time.thread_time()
+        self._seconds[self._current] += now - self._since
+        if self._current in WORK:
+            self._work_cpu_s += cpu - self._cpu_since
+        self._current, self._since, self._cpu_since = name, now, cpu
 
     def count(self, *, batches: int = 0, steps: int = 0) -> None:
         """Count finished batches and steps."""
@@ -83,7 +98,8 @@ class StageClock:
         self._counts = replace(old, num_batches=old.num_batches + batches, num_steps=old.num_steps + steps)
 
     def read(self) -> TimeAccount:
-        """Return the account up to now; call it outside every section."""
+        """Return the account up to now."""
+        self._switch(self._current)
         parts: Any = {f"{name}_s": seconds for name, seconds in self._seconds.items()}
         wall_s = time.perf_counter() - self._start
         return replace(self._counts, **parts, work_cpu_s=self._work_cpu_s, wall_s=wall_s)

@@ -28,9 +28,9 @@ def split_batch(batch: Any, num_parts: int) -> list[tuple[Any, float]]:
     Returns:
         The parts, and the share of the samples in each.
     """
-    if num_parts == 1:
+    samples = num_samples(batch) if num_parts > 1 else 0
+    if samples == 0:
         return [(batch, 1.0)]
-    samples = num_samples(batch)
     size, rest = divmod(samples, num_parts)
     parts, start = [], 0
     for part_idx in range(min(num_parts, samples)):

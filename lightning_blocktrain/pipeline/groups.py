@@ -6,7 +6,7 @@ the stages' concurrency was worth nothing beyond small thread groups.
 
 import threading
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any, TypeVar
 
 import torch
@@ -113,4 +113,5 @@ class GroupsPipeline(Pipeline):
     def _all(self, work: Callable[[Any], T], items: Iterable[Any]) -> list[T]:
         """Do ``work`` on all items at the same time; raise the first failure after all have ended."""
         futures = [self._pool.submit(work, item) for item in items]
+        wait(futures)
         return [future.result() for future in futures]

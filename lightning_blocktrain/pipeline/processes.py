@@ -18,18 +18,23 @@ import costs.
 
 import multiprocessing
 import multiprocessing.forkserver
+import pickle
 import signal
 import time
 import traceback
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
+import psutil
 import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from typing_extensions import override
 
+from lightning_blocktrain.errors import explain
 from lightning_blocktrain.pipeline.account import StageClock
 from lightning_blocktrain.pipeline.base import CLOSE_TIMEOUT_S, POLL_S, Pipeline
 from lightning_blocktrain.pipeline.orders import (
@@ -41,31 +46,11 @@ from lightning_blocktrain.pipeline.orders import (
     Report,
     StepOrder,
 )
-from lightning_blocktrain.pipeline.ring import RingReader, RingWriter, make_ring, pack, payload_bytes
+from lightning_blocktrain.pipeline.ring import RingReader, RingWriter, StopFlag, make_ring, pack, payload_bytes
 from lightning_blocktrain.pipeline.stage import Stage
 from lightning_blocktrain.pipeline.worker import Pace, StageWorker, Stopped
 
 ORDERS = {kind.__name__: kind for kind in (BatchOrder, StepOrder, DrainOrder)}
-
-
-class StopFlag:
-    """True when the pipeline is taken down, or the driver's process is gone.
-
-    Args:
-        event: A multiprocessing event.
-    """
-
-    def __init__(self, event: Any) -> None:
-        self._event = event
-
-    def set(self) -> None:
-        """Ask every stage to end."""
-        self._event.set()
-
-    def is_set(self) -> bool:
-        """Return whether to give up waiting."""
-        parent = multiprocessing.parent_process()
-        return bool(self._event.is_set()) or (parent is not None and not parent.is_alive())
 
 
 class SharedBoard:
@@ -174,7 +159,8 @@ class ProcessLinks:
             report = replace(report, cause=_portable(report.cause))
         elif isinstance(report, DrainReport) and report.optimizer_state is not None:
             report = replace(report, optimizer_state=pack(report.optimizer_state))
-        self._ends.reports.send(report)
+        with self._clock.section("copy"):
+            self._ends.reports.send(report)
 
     def publish_snapshot(self, version: int, tensors: Sequence[Tensor]) -> None:
         """Copy the readout into shared memory."""
@@ -235,25 +221,22 @@ class ProcessPipeline(Pipeline):
         super().__init__(len(stages), first_step, pace.serial, timeout_s)
         context = multiprocessing.get_context("forkserver")
         self._owns_server = _start_server(context)
-        self._stop = StopFlag(context.Event())
-        self._first, ends, self._reports = self._connect(context, stages, ring_slots, batch_bytes + hidden_bytes)
+        self._stop = StopFlag()
         self._batch_bytes = batch_bytes
-        ends[0].board.publish(first_step, stages[-1].snapshot)
-        self._ends = ends  # a semaphore's name lasts as long as the object in the process that made it
         self._processes: list[Any] = []
-        for stage, held in zip(stages, ends, strict=True):
-            for parameter, state in stage.optimizer.state.items():
-                stage.optimizer.state[parameter] = pack(state)
-            process = context.Process(
-                target=_run_stage,
-                args=(stage, held, pace, first_step, threads_per_stage),
-                name=f"stage-{stage.stage_idx}",
-                daemon=True,
-            )
-            process.start()
-            self._processes.append(process)
-        for held in ends:  # the stages alone keep theirs: one that dies ends the pipes that lead to and from it
-            held.close()
+        self._first: RingWriter | None = None
+        self._first, ends, self._reports = self._connect(context, stages, ring_slots, batch_bytes + hidden_bytes)
+        self._ends = ends  # a semaphore's name lasts as long as the object in the process that made it
+        try:
+            ends[0].board.publish(first_step, stages[-1].snapshot)
+            for stage, held in zip(stages, ends, strict=True):
+                self._processes.append(_start_stage(context, stage, held, pace, first_step, threads_per_stage))
+        except BaseException:
+            self.close()
+            raise
+        finally:
+            for held in ends:  # the stages alone keep theirs: one that dies ends the pipes that lead to and from it
+                held.close()
 
     def _connect(
         self, context: Any, stages: Sequence[Stage], ring_slots: int, slot_bytes: int
@@ -282,9 +265,13 @@ class ProcessPipeline(Pipeline):
 
     @override
     def _send(self, order: Order, timeout_s: float) -> bool:
-        if not self._first.wait(timeout_s):
+        assert self._first is not None
+        try:
+            if not self._first.wait(timeout_s):
+                return False
+            self._first.write(_message(order))
+        except Stopped:  # stage 0 is gone; why, its report or its exit code says
             return False
-        self._first.write(_message(order))
         return True
 
     @override
@@ -298,13 +285,16 @@ class ProcessPipeline(Pipeline):
                 except (EOFError, OSError):
                     continue
                 return report
-        for stage_idx, sentinel in enumerate(sentinels):
-            if sentinel in ready:
-                process = self._processes[stage_idx]
-                process.join()
-                cause = RuntimeError(f"its process {process.pid} ended with exit code {process.exitcode}")
-                return FailureReport(stage_idx, self.num_steps, cause)
-        return None
+        dead = [idx for idx, sentinel in enumerate(sentinels) if sentinel in ready]
+        for stage_idx in dead:
+            self._processes[stage_idx].join()
+        # A stage that loses its neighbour ends too, with exit code 0: the first cause is another.
+        dead.sort(key=lambda idx: self._processes[idx].exitcode == 0)
+        if not dead:
+            return None
+        process = self._processes[dead[0]]
+        cause = RuntimeError(f"its process {process.pid} ended with exit code {process.exitcode}")
+        return FailureReport(dead[0], self.num_steps, cause)
 
     @override
     def close(self) -> None:
@@ -317,12 +307,12 @@ class ProcessPipeline(Pipeline):
                 process.kill()
                 process.join()
             process.close()
-        self._first.close()
-        for reader in self._reports:
-            reader.close()
-        self._processes, self._reports, self._ends = [], [], []
+        for end in (self._first, *self._reports):
+            if end is not None:
+                end.close()
+        self._processes, self._reports, self._ends, self._first = [], [], [], None
         if self._owns_server:
-            multiprocessing.forkserver._forkserver._stop()  # type: ignore[attr-defined]
+            _stop_server()
             self._owns_server = False
 
 
@@ -352,6 +342,33 @@ def _start_server(context: Any) -> bool:
     return True
 
 
+def _stop_server() -> None:
+    """Stop the fork server, unless it has others' children: they would count as dead from then on."""
+    server: Any = multiprocessing.forkserver._forkserver
+    if server._forkserver_pid is not None and not psutil.Process(server._forkserver_pid).children():
+        server._stop()
+
+
+def _start_stage(
+    context: Any, stage: Stage, ends: Ends, pace: Pace, first_step: int, num_threads: int
+) -> multiprocessing.Process:
+    state = stage.optimizer.state
+    state.update(zip(list(state), pack(list(state.values())), strict=True))  # together: a process takes few descriptors
+    process: multiprocessing.Process = context.Process(
+        target=_run_stage,
+        args=(stage, ends, pace, first_step, num_threads),
+        name=f"stage-{stage.stage_idx}",
+        daemon=True,
+    )
+    try:
+        process.start()
+    except (pickle.PicklingError, AttributeError, TypeError) as exc:
+        rule = "backend='processes' pickles the module and its optimizer"
+        fix = "define classes and functions at the top of a file, or use backend='threads'"
+        raise MisconfigurationException(explain(rule, str(exc), fix)) from exc
+    return process
+
+
 def _run_stage(stage: Stage, ends: Ends, pace: Pace, first_step: int, num_threads: int) -> None:
     torch.set_num_threads(num_threads)  # before any parallel region
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the driver is interrupted too, and takes the pipeline down
@@ -371,12 +388,11 @@ def _order(message: tuple[str, dict[str, Any]]) -> Order:
 
 def _portable(cause: BaseException) -> BaseException:
     """Return an error with the same text whose class every process can build, and the traceback as a note."""
-    text = "".join(traceback.format_exception(cause))
+    portable: BaseException = RuntimeError(f"{type(cause).__name__}: {cause}")
     known = type(cause).__module__.partition(".")[0] in ("builtins", "lightning", "lightning_blocktrain")
-    portable = (
-        type(cause)(str(cause))
-        if known and isinstance(cause, Exception)
-        else RuntimeError(f"{type(cause).__name__}: {cause}")
-    )
-    portable.add_note(text)
+    if known and isinstance(cause, Exception):
+        with suppress(TypeError):  # some take more than a text
+            same = type(cause)(str(cause))
+            portable = same if str(same) == str(cause) else portable  # a KeyError quotes its text again
+    portable.add_note("".join(traceback.format_exception(cause)))
     return portable

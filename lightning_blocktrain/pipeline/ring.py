@@ -18,6 +18,7 @@ writers or readers, machines that do not share memory.
 """
 
 import math
+import multiprocessing
 import time
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -61,14 +62,16 @@ def shared_bytes(*shape: int) -> Tensor:
 def payload_bytes(message: Any) -> int:
     """Return the bytes of shared memory that the tensors of ``message`` take."""
     sizes: list[int] = []
-    apply_to_collection(message, Tensor, lambda t: sizes.append(_aligned(t.numel() * t.element_size())))
+    apply_to_collection(
+        message, Tensor, lambda t: sizes.append(_aligned(t.numel() * t.element_size())), allow_frozen=True
+    )
     return sum(sizes)
 
 
 def pack(message: Any) -> Any:
     """Return ``message`` with its tensors copied into one piece of shared memory, which travels as one descriptor."""
     arena = shared_bytes(max(ALIGNMENT, payload_bytes(message)))
-    return apply_to_collection(_store(message, arena), Cell, lambda cell: _view(arena, cell))
+    return apply_to_collection(_store(message, arena), Cell, lambda cell: _view(arena, cell), allow_frozen=True)
 
 
 def make_ring(context: Any, num_slots: int, slot_bytes: int, stop: Any) -> tuple["RingWriter", "RingReader"]:
@@ -80,7 +83,7 @@ def make_ring(context: Any, num_slots: int, slot_bytes: int, stop: Any) -> tuple
         slot_bytes: Bytes of the largest message.
         stop: Has ``is_set()``, true when the pipeline is taken down.
     """
-    slots = shared_bytes(num_slots, max(ALIGNMENT, slot_bytes))
+    slots = shared_bytes(num_slots, max(ALIGNMENT, _aligned(slot_bytes)))
     reader, writer = context.Pipe(duplex=False)
     free = context.Semaphore(num_slots)
     return RingWriter(slots, free, writer, stop), RingReader(slots, free, reader, stop)
@@ -166,9 +169,10 @@ class RingReader:
         Raises:
             Stopped: If the pipeline is taken down meanwhile.
         """
-        while not self._pipe.poll(POLL_S):
-            if self._stop.is_set():
-                raise Stopped
+        while not self._stop.is_set():
+            if self._pipe.poll(POLL_S):
+                return
+        raise Stopped
 
     def read(self) -> Any:
         """Return the message that ``wait`` saw, its tensors copied out, and free its slot.
@@ -184,10 +188,29 @@ class RingReader:
         if number != self._num_received:
             raise RuntimeError(f"message {number} came out of a ring that owed message {self._num_received}")
         slot = self._slots[number % len(self._slots)]
-        message = apply_to_collection(header, Cell, lambda cell: _view(slot, cell).clone())
+        message = apply_to_collection(header, Cell, lambda cell: _view(slot, cell).clone(), allow_frozen=True)
         self._num_received += 1
         self._free.release()
         return message
+
+
+class StopFlag:
+    """True when the pipeline is taken down, or the driver's process is gone.
+
+    A byte without a lock: a stage that is killed while it looks can hold nothing that the driver waits for.
+    """
+
+    def __init__(self) -> None:
+        self._flag: Tensor = pack(torch.zeros(1, dtype=torch.uint8))
+
+    def set(self) -> None:
+        """Ask every stage to end."""
+        self._flag.fill_(1)
+
+    def is_set(self) -> bool:
+        """Return whether to give up waiting."""
+        parent = multiprocessing.parent_process()
+        return bool(self._flag) or (parent is not None and not parent.is_alive())
 
 
 def _store(message: Any, memory: Tensor) -> Any:
@@ -201,7 +224,7 @@ def _store(message: Any, memory: Tensor) -> Any:
         offset += _aligned(tensor.numel() * tensor.element_size())
         return cell
 
-    return apply_to_collection(message, Tensor, store)
+    return apply_to_collection(message, Tensor, store, allow_frozen=True)
 
 
 def _view(slot: Tensor, cell: Cell) -> Tensor:

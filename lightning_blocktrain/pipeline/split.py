@@ -102,16 +102,18 @@ def cut_stages(module: nn.Module, layout: BlockLayout, sizes: Sequence[int]) -> 
 
 
 def _refuse_tied_readout(module: nn.Module, readout: nn.Module, readout_ids: set[int]) -> None:
-    inside = next((f"{path}." for path, part in module.named_modules() if part is readout), None)
-    if inside is None:
+    # By module, not by name: one module may be registered under several paths.
+    inside = {id(part) for part in readout.modules()}
+    if id(readout) not in {id(part) for part in module.modules()}:
         rule = "configure_blocks: readout must be a submodule of the LightningModule"
         raise MisconfigurationException(explain(rule, type(readout).__name__, "register it in __init__"))
-    shared: dict[int, list[str]] = {}
-    for name, tensor in module.named_parameters(remove_duplicate=False):
-        if id(tensor) in readout_ids:
-            shared.setdefault(id(tensor), []).append(name)
-    for names in shared.values():
-        if any(not name.startswith(inside) for name in names):
+    names: dict[int, tuple[list[str], list[str]]] = {key: ([], []) for key in readout_ids}  # outside, inside
+    for path, part in module.named_modules():
+        for name, parameter in part.named_parameters(recurse=False):
+            if id(parameter) in readout_ids:
+                names[id(parameter)][id(part) in inside].append(f"{path}.{name}" if path else name)
+    for outside, of_readout in names.values():
+        if outside:
             rule = "stages may not share weights: the final stage alone owns the readout"
             fix = "untie embedding and readout, or train with one stage"
-            raise MisconfigurationException(explain(rule, "tied " + " = ".join(names), fix))
+            raise MisconfigurationException(explain(rule, "tied " + " = ".join([*outside, *of_readout]), fix))

@@ -95,11 +95,19 @@ class Stage:
         Args:
             data: The batch.
             hidden: What the stage before passed on; it gets no gradient.
+
+        Raises:
+            MisconfigurationException: If a layer changes ``hidden`` in place.
         """
         with self.context():
             if hidden is None:
-                hidden = self.alias.stage_embed(data)
-            return run_layers(self.alias, self.layers, hidden, data)
+                return run_layers(self.alias, self.layers, self.alias.stage_embed(data), data)
+            version = hidden._version
+            output = run_layers(self.alias, self.layers, hidden, data)
+        if hidden._version != version:  # the stage before may still need it
+            rule = f"the layers of stage {self.stage_idx} may not change their input in place"
+            raise MisconfigurationException(explain(rule, "a hidden state that changed", "return a new tensor"))
+        return output
 
     def learn(self, data: Any, hidden: Tensor, divisor: float) -> tuple[float, dict[str, float]]:
         """Add the gradients of the local loss; return the loss and the further scalars of ``stage_loss``.

@@ -67,14 +67,15 @@ class Mailbox(Generic[T]):
 
     def _wait(self, ready: Callable[[], bool], timeout_s: float | None) -> bool:
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
-        while not ready():
-            if self._stop.is_set():
+        while True:
+            if self._stop.is_set():  # before what is there: a stage ends after the pass it is in
                 raise Stopped
+            if ready():
+                return True
             if deadline is not None and time.monotonic() >= deadline:
                 return False
             left_s = POLL_S if deadline is None else min(POLL_S, deadline - time.monotonic())
             self._changed.wait(max(0.0, left_s))
-        return True
 
 
 class SnapshotBoard:
@@ -162,7 +163,8 @@ class ThreadLinks:
 
     def report(self, report: Report) -> None:
         """Tell the driver."""
-        self._exchange.reports.put(report)
+        with self._clock.section("copy"):
+            self._exchange.reports.put(report)
 
     def publish_snapshot(self, version: int, tensors: Sequence[Tensor]) -> None:
         """Offer copies of the readout's tensors."""

@@ -128,26 +128,30 @@ class StageWorker:
         """
         self._step_idx = order.step_idx
         try:
-            if isinstance(order, BatchOrder):
-                self._learn(order)
-            elif isinstance(order, StepOrder):
-                self._step(order)
-            else:
-                self._drain(order)
+            with self._clock.section("busy"):
+                self._carry_out(order)
         except (Stopped, StageFailed):
             raise
         except Exception as exc:
             raise StageFailed(FailureReport(self._stage.stage_idx, order.step_idx, exc)) from exc
 
+    def _carry_out(self, order: Order) -> None:
+        if isinstance(order, BatchOrder):
+            self._learn(order)
+        elif isinstance(order, StepOrder):
+            self._step(order)
+        else:
+            self._drain(order)
+
     def _learn(self, order: BatchOrder) -> None:
         stage, clock = self._stage, self._clock
         lag = order.step_idx - self._read_snapshot(order.step_idx)
-        with clock.section("busy"), stage.drawing():
+        with stage.drawing():
             hidden = stage.forward(order.data, order.hidden)
         onward = replace(order, hidden=hidden.detach())
         if not self._pace.serial:
             self._pass_on(onward)
-        with clock.section("busy"), stage.drawing():
+        with stage.drawing():
             loss, extras = stage.learn(order.data, hidden, order.divisor)
         clock.count(batches=1)
         self._links.report(BatchReport(stage.stage_idx, order.batch_idx, loss, extras, lag, clock.read()))

@@ -5,11 +5,12 @@ stages, which own the gradients and the optimizer state, carry them out on alias
 ``training_step`` of the module is not called; its ``stage_embed`` and ``stage_loss`` are.
 
 One Lightning step is one ordered step. The loss of a batch is that of the newest finished one, at most as old as the
-pipeline is deep; every finished batch is logged once.
+pipeline is deep. Every finished batch goes to the loggers once, under its own step: what finishes in one training step
+is none, one or several batches, of which ``self.log`` would keep the last or repeat it.
 """
 
-from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import lightning as L
@@ -27,17 +28,19 @@ from typing_extensions import override
 
 from lightning_blocktrain.pipeline.account import TimeAccount
 from lightning_blocktrain.pipeline.base import FinishedBatch
-from lightning_blocktrain.pipeline.batches import num_samples
 from lightning_blocktrain.pipeline.orders import Clip
 from lightning_blocktrain.pipeline.readout import ConsensusWeights
 from lightning_blocktrain.pipeline.settings import Backend, Lag, Mode, PipelineSettings, StageSplit
 from lightning_blocktrain.pipeline.split import StageCut
 from lightning_blocktrain.pipeline.stage import Method
+from lightning_blocktrain.strategies.batch_log import BatchLog, DoneBatch, num_samples_or_1
 from lightning_blocktrain.strategies.pipeline_run import PipelineRun
 from lightning_blocktrain.strategies.progress import is_last_step
 from lightning_blocktrain.strategies.stage_guard import (
+    asked_stages,
     num_groups,
     refuse_callbacks,
+    refuse_count,
     refuse_optimizer,
     refuse_precision,
     refuse_trainer,
@@ -169,8 +172,7 @@ class BoundedHorizonStrategy(SingleDeviceStrategy):
     def set_world_ranks(self) -> None:
         """Refuse what stages on one host cannot honour; Lightning calls this as the Trainer is built."""
         refuse_trainer(self.parallel_devices or [self._root_device], self.num_nodes, self._layer_sync is not None)
-        if self.settings.num_stages is not None:
-            stage_sizes(self.settings, max(self.settings.num_stages, 1), len(self.parallel_devices))
+        asked_stages(self.settings, len(self.parallel_devices))
 
     @override
     def setup(self, trainer: L.Trainer) -> None:
@@ -192,6 +194,16 @@ class BoundedHorizonStrategy(SingleDeviceStrategy):
         self._run = PipelineRun(module, layout, self.optimizers[0], self.settings, sizes, groups, context)
         self._log, self._newest_loss, self._last_extra = BatchLog(), None, None
 
+    @override
+    def setup_optimizers(self, trainer: L.Trainer) -> None:
+        """Build the user's optimizer; several are refused in our words: Lightning's advice does not help here."""
+        try:
+            super().setup_optimizers(trainer)
+        except RuntimeError as exc:
+            if "multiple optimizers" not in str(exc):
+                raise
+            refuse_count("several")
+
     # One step.
 
     @override
@@ -201,7 +213,7 @@ class BoundedHorizonStrategy(SingleDeviceStrategy):
         trainer = self._trainer
         divisor = float(trainer.accumulate_grad_batches)
         shares = self._run.learn(batch, divisor, trainer.global_step)
-        self._log.expect(shares, num_samples_or_1(batch))
+        self._log.expect(shares, num_samples_or_1(batch), trainer.global_step)
         # What is in flight when an epoch ends could not be logged in a training step any more.
         to_the_end = trainer.fit_loop.epoch_loop.batch_progress.is_last_batch or is_last_step(trainer)
         self._take_finished(wait=self._newest_loss is None)
@@ -211,10 +223,25 @@ class BoundedHorizonStrategy(SingleDeviceStrategy):
 
     def _take_finished(self, wait: bool) -> None:
         assert self._run is not None and self.lightning_module is not None
-        for values, batch_size in self._log.take(self._run.finished(wait)):
-            self._newest_loss = torch.tensor(values["train/loss"])
-            for name, value in values.items():
-                self.lightning_module.log(name, value, prog_bar=name == "train/loss", batch_size=batch_size)
+        module = self.lightning_module
+        for done in self._log.take(self._run.finished(wait)):
+            loss = done.values["train/loss"]
+            self._newest_loss = torch.tensor(loss)
+            for name, value in done.values.items():
+                module.log(name, value, on_step=True, logger=False, prog_bar=name == "train/loss")
+            module.log("train/loss_epoch", loss, on_step=False, on_epoch=True, batch_size=done.batch_size)
+            self._write(done)
+
+    def _write(self, done: DoneBatch) -> None:
+        """Send a batch to the loggers, as often as ``log_every_n_steps`` says."""
+        trainer = self._trainer
+        every: int = trainer.log_every_n_steps  # type: ignore[attr-defined]
+        if not trainer.loggers or every == 0 or (done.step_idx + 1) % every:
+            return
+        trainer.logged_metrics.update({name: torch.tensor(value) for name, value in done.values.items()})
+        for logger in trainer.loggers:
+            logger.log_metrics({**done.values, "epoch": trainer.current_epoch}, done.step_idx)
+            logger.save()
 
     @override
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
@@ -232,10 +259,12 @@ class BoundedHorizonStrategy(SingleDeviceStrategy):
         """Order a step at the optimizer's hyper-parameters, after Lightning's own (which finds no gradient)."""
         assert self._run is not None
         trainer = self._trainer
-        result = super().optimizer_step(optimizer, closure, model, **kwargs)
+        clip = self._clip(trainer)
+        with _without_clipping(trainer):
+            result = super().optimizer_step(optimizer, closure, model, **kwargs)
         groups = tuple({k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups)
-        self._run.step(groups, self._clip(trainer))
-        if trainer.fit_loop.epoch_loop.batch_progress.is_last_batch:
+        self._run.step(groups, clip)
+        if trainer.fit_loop.epoch_loop.batch_progress.is_last_batch or is_last_step(trainer):
             self._run.drain()  # hooks at the end of an epoch may read the weights
         return result
 
@@ -255,7 +284,11 @@ class BoundedHorizonStrategy(SingleDeviceStrategy):
 
     @override
     def on_validation_start(self) -> None:
-        """Let validation see one model, not stages at different steps."""
+        """Let validation see one model, not stages at different steps.
+
+        Lightning calls the callbacks' hook of this name first: one that reads weights calls ``drain`` itself, or uses
+        ``on_validation_epoch_start``.
+        """
         self.drain()
 
     @override
@@ -269,9 +302,8 @@ class BoundedHorizonStrategy(SingleDeviceStrategy):
         """Gather what the stages hold; log batches that finished after the last training step."""
         assert self._run is not None
         self._run.gather()
-        for values, _ in self._log.take(self._run.finished(wait=False)):
-            for logger in self._trainer.loggers:
-                logger.log_metrics(values, self._trainer.global_step)
+        for done in self._log.take(self._run.finished(wait=False)):
+            self._write(done)
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
@@ -313,52 +345,11 @@ class BoundedHorizonStrategy(SingleDeviceStrategy):
         super().teardown()
 
 
-def num_samples_or_1(batch: Any) -> int:
-    """Return the samples of a batch, 1 where its tensors disagree."""
+@contextmanager
+def _without_clipping(trainer: L.Trainer) -> Iterator[None]:
+    """Keep Lightning from clipping: the driver has no gradients, and clipping none by value is an error."""
+    value, trainer.gradient_clip_val = trainer.gradient_clip_val, None
     try:
-        return num_samples(batch)
-    except ValueError:
-        return 1
-
-
-class BatchLog:
-    """Puts the parts of batches together and names what is logged of them."""
-
-    def __init__(self) -> None:
-        self.newest: list[FinishedBatch] = []
-        self._expected: deque[tuple[list[float], int]] = deque()
-        self._parts: list[FinishedBatch] = []
-
-    def expect(self, shares: list[float], batch_size: int) -> None:
-        """Expect a batch in parts of these shares."""
-        self._expected.append((shares, batch_size))
-
-    def take(self, finished: list[FinishedBatch]) -> list[tuple[dict[str, float], int]]:
-        """Return the values and the size of every batch whose last part is among ``finished``."""
-        self.newest = finished
-        complete = []
-        for part in finished:
-            self._parts.append(part)
-            shares, batch_size = self._expected[0]
-            if len(self._parts) == len(shares):
-                values: dict[str, float] = {}
-                for share, whole in zip(shares, self._parts, strict=True):
-                    for name, value in logged_values(whole).items():
-                        values[name] = values.get(name, 0.0) + share * value
-                complete.append((values, batch_size))
-                self._parts = []
-                self._expected.popleft()
-        return complete
-
-
-def logged_values(batch: FinishedBatch) -> dict[str, float]:
-    """Return what is logged of a batch: the final loss, and with several stages the local ones.
-
-    Further scalars of ``stage_loss`` keep their names in the final stage and get ``/stage{s}`` in the others.
-    """
-    *upstream, final = batch.stages
-    values = {"train/loss": final.loss, **final.extras}
-    for report in upstream:
-        values[f"train/local_loss/stage{report.stage_idx}"] = report.loss
-        values.update({f"{name}/stage{report.stage_idx}": value for name, value in report.extras.items()})
-    return values
+        yield
+    finally:
+        trainer.gradient_clip_val = value

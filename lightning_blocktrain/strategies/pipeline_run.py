@@ -11,6 +11,7 @@ import lightning as L
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -63,6 +64,9 @@ class PipelineRun:
         self._flags = [(name, p, p.requires_grad) for name, p in module.named_parameters()]
         self._pipeline: Pipeline | None = None
         self._room = (0, 0)
+        self._probed: list[tuple[int, ...]] = []
+        self._kept: list[FinishedBatch] = []
+        self._since_step: list[tuple[Any, float]] = []
         self._to_balance = settings.stage_split == "auto"
         self._settled: tuple[int, tuple[TimeAccount, ...]] | None = None
         self.random_states: list[Tensor] = []
@@ -97,10 +101,12 @@ class PipelineRun:
         """
         parts = split_batch(batch, self._settings.micro_batches)
         for part, share_of_batch in parts:
-            if self._pipeline is None or not self._pipeline.fits(part):
+            if self._pipeline is None or not self._pipeline.fits(part) or self._outgrows(part):
                 self._start(part, first_step)
             assert self._pipeline is not None
             self._pipeline.learn(part, divisor / share_of_batch)
+            if self._settings.backend == "processes":
+                self._since_step.append((part, divisor / share_of_batch))
         return [share_of_batch for _, share_of_batch in parts]
 
     def step(self, groups: tuple[dict[str, Any], ...], clip: Clip | None) -> None:
@@ -108,12 +114,16 @@ class PipelineRun:
         assert self._pipeline is not None
         self._refuse_changed_flags()
         self._pipeline.step(groups, clip)
+        self._since_step = []
         if self._to_balance:
             self._balance()
 
     def finished(self, wait: bool) -> list[FinishedBatch]:
         """Return what has been finished since the last call; ``wait`` for at least one."""
-        return self._pipeline.finished(wait) if self._pipeline is not None else []
+        if self._pipeline is None:
+            return []
+        kept, self._kept = self._kept, []
+        return kept + self._pipeline.finished(wait and not kept)
 
     def drain(self) -> None:
         """Wait until all stages stand at the same number of steps."""
@@ -144,15 +154,29 @@ class PipelineRun:
         self.random_states = [r.random_state for r in reports if r.random_state is not None]
 
     def _start(self, batch: Any, first_step: int) -> None:
-        """Start the stages, or start them again with room for ``batch``."""
+        """Start the stages, or start them again where they have no room for ``batch``."""
         hidden_bytes = probe(self._module, batch, self._context)
-        self._room = max(self._room[0], payload_bytes(batch)), max(self._room[1], hidden_bytes)
-        self._restart(first_step)
+        self._probed.append(shapes(batch))
+        room = max(self._room[0], payload_bytes(batch)), max(self._room[1], hidden_bytes)
+        if self._pipeline is None or room != self._room:
+            self._room = room
+            self._restart(first_step)
+
+    def _outgrows(self, batch: Any) -> bool:
+        """Return whether rings of a fixed room may be too small: ``batch`` is larger somewhere than all probed ones."""
+        if self._settings.backend != "processes":
+            return False
+        sizes = shapes(batch)
+        return not any(
+            len(known) == len(sizes) and all(size <= most for size, most in zip(sizes, known, strict=True))
+            for known in self._probed
+        )
 
     def _restart(self, first_step: int) -> None:
         if self._pipeline is not None:
             first_step = self._pipeline.num_steps
             self.gather()
+            self._kept += self._pipeline.finished(wait=False)
             self.close()
         if self._settings.backend == "processes":
             share(self._module)
@@ -162,6 +186,16 @@ class PipelineRun:
         else:
             self._seed(stages)
         self._pipeline = open_pipeline(self._settings, stages, first_step, *self._room)
+        self._learn_again()
+
+    def _learn_again(self) -> None:
+        """Give new stages the gradients that the old ones had gathered since their last step."""
+        assert self._pipeline is not None
+        for part, divisor in self._since_step:
+            self._pipeline.learn(part, divisor)
+        if self._since_step:
+            self._pipeline.drain()
+            self._pipeline.finished(wait=False)  # reported before
 
     def _build(self) -> list[Stage]:
         if self._num_groups:
@@ -210,3 +244,10 @@ class PipelineRun:
             rule = "stages train the same parameters from the start of a fit to its end"
             fix = "freeze in setup() or configure_model(), and start another fit to unfreeze"
             raise MisconfigurationException(explain(rule, "requires_grad changed of " + ", ".join(changed), fix))
+
+
+def shapes(batch: Any) -> tuple[int, ...]:
+    """Return the dimensions of all tensors of a batch, one after the other."""
+    sizes: list[int] = []
+    apply_to_collection(batch, Tensor, lambda tensor: sizes.extend(tensor.shape))
+    return tuple(sizes)

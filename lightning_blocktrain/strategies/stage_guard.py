@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from inspect import Parameter, signature
-from typing import Any
+from typing import Any, NoReturn
 
 import lightning as L
 import torch
@@ -55,7 +55,7 @@ def stage_layout(module: L.LightningModule) -> BlockLayout:
             that stages do not call.
     """
     missing = [hook for hook in HOOKS if not callable(getattr(module, hook, None))]
-    if missing and missing != ["configure_blocks"] and _has_separate_blocks(module):
+    if missing == ["stage_embed", "stage_loss"] and _has_separate_blocks(module):
         rule = "stages learn from one another's features, and the blocks of this module have inputs of their own"
         raise MisconfigurationException(explain(rule, type(module).__name__, "use strategy='blocktrain'"))
     for hook in missing:
@@ -99,16 +99,15 @@ def _refuse_signature(module: L.LightningModule, idx: int, layer: nn.Module) -> 
         raise MisconfigurationException(explain(rule, f"forward({', '.join(required)})", fix))
 
 
-def stage_sizes(settings: PipelineSettings, num_layers: int, devices: int) -> tuple[int, ...]:
-    """Return the layers of each stage.
+def asked_stages(settings: PipelineSettings, devices: int) -> int | None:
+    """Return the number of stages that the strategy's options ask for, if they do.
 
     Args:
         settings: The options.
-        num_layers: Layers of the module.
         devices: The Trainer's ``devices``; above 1 it counts stages.
 
     Raises:
-        MisconfigurationException: If the numbers disagree or do not fit the layers.
+        MisconfigurationException: If both give a number, and these differ.
     """
     split = settings.stage_split
     asked = len(split) if not isinstance(split, str) else settings.num_stages
@@ -116,6 +115,21 @@ def stage_sizes(settings: PipelineSettings, num_layers: int, devices: int) -> tu
         rule = "num_stages of the strategy and devices of the Trainer must agree"
         got = f"num_stages={asked}, devices={devices}"
         raise MisconfigurationException(explain(rule, got, "give one of them, and devices=1 if it is num_stages"))
+    return asked
+
+
+def stage_sizes(settings: PipelineSettings, num_layers: int, devices: int) -> tuple[int, ...]:
+    """Return the layers of each stage.
+
+    Args:
+        settings: The options.
+        num_layers: Layers of the module.
+        devices: The Trainer's ``devices``.
+
+    Raises:
+        MisconfigurationException: If the numbers disagree or do not fit the layers.
+    """
+    split, asked = settings.stage_split, asked_stages(settings, devices)
     if settings.method == "bp":
         return (num_layers,)
     num_stages = asked or (devices if devices > 1 else default_num_blocks(num_layers))
@@ -146,15 +160,28 @@ def refuse_optimizer(optimizers: Sequence[Optimizer]) -> None:
     Raises:
         MisconfigurationException: Saying what was given.
     """
-    if len(optimizers) != 1 or not any(group["params"] for group in optimizers[0].param_groups):
-        rule = "stages need exactly one automatic optimizer, with the parameters of all layers"
-        got = f"configure_optimizers gave {len(optimizers)}"
-        raise MisconfigurationException(explain(rule, got, "put all parameters into one"))
+    num_filled = sum(any(group["params"] for group in optimizer.param_groups) for optimizer in optimizers)
+    if len(optimizers) != 1 or num_filled != 1:
+        refuse_count(str(num_filled))
     optimizer = optimizers[0]
     closure = signature(type(optimizer).step).parameters.get("closure")
     if closure is not None and closure.default is Parameter.empty:
         rule = "a stage's optimizer must step without a closure"
         raise MisconfigurationException(explain(rule, type(optimizer).__name__, "use for example AdamW"))
+
+
+def refuse_count(given: str) -> NoReturn:
+    """Refuse a number of optimizers other than one.
+
+    Args:
+        given: How many ``configure_optimizers`` gave.
+
+    Raises:
+        MisconfigurationException: Always.
+    """
+    rule = "stages need exactly one automatic optimizer, with the parameters of all layers"
+    fix = "put all parameters into one, in groups if they need different settings"
+    raise MisconfigurationException(explain(rule, f"configure_optimizers gave {given}", fix))
 
 
 def refuse_precision(precision: Precision, settings: PipelineSettings) -> None:

@@ -10,12 +10,15 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import lightning as L
 import pytest
 import torch
 from lightning.pytorch.loggers import WandbLogger
+from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_blocktrain.cli import main
 from lightning_blocktrain.data import python_docs
+from lightning_blocktrain.strategies import BoundedHorizonStrategy
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 UNTRAINED_BITS = 8.0  # a uniform guess over 256 byte values
@@ -77,6 +80,67 @@ def test_swap_strategy_source_is_short_and_names_the_string_once() -> None:
     assert source.count("strategy=args.strategy") == 1
 
 
+# cpu_pipeline.py
+
+
+PIPELINE = ["--num-stages", "2", "--num-layers", "4", "--width", "32", "--window-bytes", "64", "--batch-size", "8"]
+
+
+@pytest.mark.usefixtures("small_docs")
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        "rgc",
+        "auto",
+        *(
+            pytest.param(name, marks=pytest.mark.slow)
+            for name in ("rgc_serial", "broadcast", "broadcast_serial", "live", "bp_groups")
+        ),
+    ],
+)
+def test_cpu_pipeline_every_string_learns_and_prints_its_costs(
+    strategy: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    load("cpu_pipeline").main(["--strategy", strategy, "--steps", "40", *PIPELINE])
+    printed = capsys.readouterr().out
+    assert f"{strategy}: " in printed
+    assert 2 < bits_per_byte(printed) < UNTRAINED_BITS - 0.5
+    [(rate, mib)] = re.findall(r"; (\d+) tokens/s, peak [PUR]SS (\d+) MiB", printed)
+    assert int(rate) > 0
+    assert int(mib) > 50  # torch alone, however it is measured
+    exits = [float(bits) for bits in printed.rsplit("each stage: ", 1)[1].split()]
+    assert len(exits) == 2
+    assert exits[-1] == pytest.approx(bits_per_byte(printed), abs=0.002)  # both are rounded to 0.001
+
+
+@pytest.mark.usefixtures("small_docs")
+def test_cpu_pipeline_num_stages_reaches_the_strategy(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = []
+    setup = BoundedHorizonStrategy.setup
+
+    def record(self: BoundedHorizonStrategy, trainer: L.Trainer) -> None:
+        setup(self, trainer)
+        if trainer.training:
+            sizes.append(self.cut.sizes)
+
+    monkeypatch.setattr(BoundedHorizonStrategy, "setup", record)
+    load("cpu_pipeline").main(["--steps", "1", *PIPELINE])
+    assert sizes == [(2, 2)]
+
+
+def test_cpu_pipeline_one_stage_is_refused_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        load("cpu_pipeline").main(["--num-stages", "1"])
+    assert stopped.value.code == 2
+    assert "use --strategy auto" in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_cpu_pipeline_source_is_short_and_names_the_string_once() -> None:
+    source = (EXAMPLES / "cpu_pipeline.py").read_text()
+    assert len(source.splitlines()) <= 70
+    assert source.count("strategy=args.strategy") == 1
+
+
 # own_module.py
 
 
@@ -130,6 +194,32 @@ def test_own_module_block_loss_reaches_its_block_and_readout_only() -> None:
     assert moved == {"layers.2", "layers.3", "readout"}
 
 
+def test_own_module_rgc_learns_and_checkpoint_continues_under_auto(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    own = load("own_module")
+    own.main(["--strategy", "rgc", "--steps", "40", "--width", "16", "--out", str(tmp_path)])
+    assert 2 < bits_per_byte(capsys.readouterr().out) < UNTRAINED_BITS - 1
+    path = tmp_path / "own_module.ckpt"
+    module = own.ConvLanguageModel.load_from_checkpoint(path, weights_only=True)
+    train = own.byte_loader(b"the old fox ran home. " * 200, shuffle=False)
+    trainer = L.Trainer(max_steps=41, accelerator="cpu", logger=False, enable_checkpointing=False)
+    trainer.fit(module, train, ckpt_path=path, weights_only=True)
+    assert trainer.global_step == 41
+    [optimizer] = trainer.optimizers
+    assert {int(state["step"]) for state in optimizer.state.values()} == {41}  # every stage's state had arrived
+
+
+def test_own_module_stage_hooks_around_its_layers_give_the_training_loss() -> None:
+    module = load("own_module").ConvLanguageModel(num_layers=4, width=8)
+    batch = (torch.randint(256, (2, 16)), torch.randint(256, (2, 16)))
+    layout = module.configure_blocks()
+    hidden = module.stage_embed(batch)
+    for layer in layout["layers"]:
+        hidden = layer(hidden)
+    assert torch.equal(module.stage_loss(layout["readout"](hidden), batch), module.training_step(batch, 0))
+
+
 def test_own_module_source_imports_registration_only() -> None:
     source = (EXAMPLES / "own_module.py").read_text()
     imports = [line.split("#")[0].strip() for line in source.splitlines() if re.match(r"\s*(import|from) light", line)]
@@ -180,6 +270,72 @@ def test_own_corpus_missing_file_gives_one_line(capsys: pytest.CaptureFixture[st
         load("own_corpus").main(["no_such_file.txt", *TINY])
     assert stopped.value.code == 2
     assert "no_such_file.txt" in capsys.readouterr().err.splitlines()[-1]
+
+
+# hf_gpt2.py
+
+
+def test_hf_gpt2_without_transformers_gives_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "transformers", None)  # any import of it is an ImportError now
+    with pytest.raises(SystemExit) as stopped:
+        load("hf_gpt2")
+    message = stopped.value.code  # Python prints it and exits with 1
+    assert isinstance(message, str)
+    assert "needs transformers" in message and "pip install" in message and "\n" not in message
+
+
+@pytest.fixture(scope="session")
+def hf_gpt2() -> ModuleType:
+    """Load the example, or skip where the extra ``hf`` is not installed."""
+    pytest.importorskip("transformers", reason="transformers is not installed (extra hf)")
+    return load("hf_gpt2")
+
+
+def byte_pairs() -> DataLoader[tuple[torch.Tensor, ...]]:
+    windows = torch.randint(256, (12, 17), generator=torch.Generator().manual_seed(0))
+    return DataLoader(TensorDataset(windows[:, :-1], windows[:, 1:]), batch_size=4)
+
+
+def hf_weights_after_3_steps(hf_gpt2: ModuleType, strategy: str | BoundedHorizonStrategy) -> dict[str, torch.Tensor]:
+    torch.manual_seed(0)
+    module = hf_gpt2.GPT2Bytes(num_layers=2, width=16, num_heads=2, window_bytes=16)
+    before = {name: tensor.clone() for name, tensor in module.state_dict().items()}
+    trainer = L.Trainer(
+        strategy=strategy, accelerator="cpu", devices=1, max_steps=3, logger=False, enable_checkpointing=False
+    )
+    trainer.fit(module, byte_pairs())
+    assert trainer.global_step == 3
+    after: dict[str, torch.Tensor] = module.state_dict()
+    assert all(not torch.equal(after[name], before[name]) for name in before)  # nothing was left out
+    return after
+
+
+def test_hf_gpt2_rgc_with_one_stage_equals_auto_bit_for_bit(hf_gpt2: ModuleType) -> None:
+    one_stage = BoundedHorizonStrategy(method="rgc", num_stages=1, threads_per_stage=1)
+    expected, got = (hf_weights_after_3_steps(hf_gpt2, strategy) for strategy in ("auto", one_stage))
+    assert {name: torch.equal(tensor, expected[name]) for name, tensor in got.items()} == dict.fromkeys(expected, True)
+
+
+def test_hf_gpt2_logits_depend_on_earlier_and_present_inputs_only(hf_gpt2: ModuleType) -> None:
+    module = hf_gpt2.GPT2Bytes(num_layers=2, width=16, num_heads=2, window_bytes=16).eval()
+    inputs = torch.randint(256, (2, 16))
+    changed_at = 6
+    changed = inputs.clone()
+    changed[:, changed_at] = (inputs[:, changed_at] + 1) % 256
+    with torch.no_grad():
+        difference = (module(changed) - module(inputs)).abs().amax(dim=(0, 2))  # (T,)
+    assert difference[:changed_at].tolist() == [0.0] * changed_at
+    assert (difference[changed_at:] > 0).all()  # and every later position attends to it
+
+
+@pytest.mark.usefixtures("small_docs")
+@pytest.mark.parametrize("strategy", ["rgc", pytest.param("rgc_serial", marks=pytest.mark.slow)])
+def test_hf_gpt2_stages_learn(strategy: str, hf_gpt2: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = ["--steps", "40", "--num-layers", "2", "--width", "32", "--window-bytes", "64"]
+    hf_gpt2.main(["--strategy", strategy, *sizes])
+    printed = capsys.readouterr().out
+    assert f"{strategy}: " in printed
+    assert 2 < bits_per_byte(printed) < UNTRAINED_BITS - 0.5
 
 
 # wandb_logging.py

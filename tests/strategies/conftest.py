@@ -1,12 +1,15 @@
 """A small causal model with a random part, its data, and a Trainer that prints nothing."""
 
-from collections.abc import Callable, Mapping
+import multiprocessing
+import multiprocessing.forkserver
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import lightning as L
 import pytest
 import torch
 import torch.nn.functional as F
+from lightning.pytorch.loggers import Logger
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -56,6 +59,12 @@ class UserModule(L.LightningModule):
     def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
         self.log("val_loss", self._loss(batch, self.layers))
 
+    def stage_embed(self, batch: list[Tensor]) -> Tensor:
+        return F.dropout(self.embed(batch[0]), self.dropout, self.training)
+
+    def stage_loss(self, logits: Tensor, batch: list[Tensor]) -> Any:
+        return F.cross_entropy(logits.flatten(0, -2), batch[1].flatten())
+
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.AdamW(self.parameters(), lr=self.lr)
         return {
@@ -84,6 +93,39 @@ class TwoBlocks(UserModule):
         return {"layers": self.layers, "readout": self.readout, "num_blocks": 2}
 
 
+class DropoutLayers(UserModule):
+    """Every layer is random: each stage draws numbers of its own."""
+
+    def __init__(self, num_layers: int = 4, width: int = 6, lr: float = 0.05, dropout: float = 0.2) -> None:
+        super().__init__(num_layers, width, lr, 0.0)
+        self.layers = nn.ModuleList(nn.Sequential(Residual(width), nn.Dropout(dropout)) for _ in range(num_layers))
+
+
+class RecordingLogger(Logger):
+    """Keeps every row that it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows: list[tuple[int | None, dict[str, float]]] = []
+
+    @property
+    def name(self) -> str:
+        return "recording"
+
+    @property
+    def version(self) -> int:
+        return 0
+
+    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
+        self.rows.append((step, dict(metrics)))
+
+    def log_hyperparams(self, *args: Any, **options: Any) -> None:
+        pass
+
+    def of(self, name: str) -> list[tuple[int | None, float]]:
+        return [(step, row[name]) for step, row in self.rows if name in row]
+
+
 def tokens(num_sequences: int = 48, length: int = 5, seed: int = 0) -> TensorDataset:
     text = torch.randint(16, (num_sequences, length + 1), generator=torch.Generator().manual_seed(seed))
     return TensorDataset(text[:, :-1], text[:, 1:])
@@ -101,6 +143,22 @@ def make_trainer(tmp_path) -> Callable[..., L.Trainer]:
         return L.Trainer(strategy=strategy, **{**defaults, "enable_checkpointing": False, **options})
 
     return make
+
+
+BACKENDS = ["threads", pytest.param("processes", marks=pytest.mark.slow)]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def fork_server(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Start one fork server for the slow tests of a module that ``STARTS_PROCESSES``: its start is slow."""
+    slow = any(item.module is request.module and item.get_closest_marker("slow") for item in request.session.items)
+    if not (slow and getattr(request.module, "STARTS_PROCESSES", False)):
+        yield
+        return
+    multiprocessing.get_context("forkserver").set_forkserver_preload(["lightning_blocktrain.pipeline.preload"])
+    multiprocessing.forkserver.ensure_running()
+    yield
+    multiprocessing.forkserver._forkserver._stop()
 
 
 def weights(module: nn.Module) -> dict[str, Tensor]:
