@@ -4,8 +4,9 @@
 
 Every round runs every arm once, in an order that alternates, and ratios are taken inside a round. ``limit`` is the
 summed speed of one one-thread backpropagation process per core, all at the same time: what the machine gives when
-nothing waits. ``bp`` runs at its best thread count and OpenMP wait policy, both swept first (not with ``--quick``,
-which takes all cores).
+nothing waits. A pipeline's speed is what comes out of its final stage. ``bp`` runs at its best
+thread count and OpenMP wait policy, both swept first (``--quick`` takes all cores,
+``--bp-threads`` a given number).
 
 Speed and memory come from different steps of a run: memory is sampled after the timed ones. Bits per token are those
 of the composed model after the run's steps, on held-out text; a run of a few steps says nothing about quality.
@@ -159,10 +160,11 @@ def best_of_bp(shape: Shape, cores: int) -> dict[str, Any]:
 
 def limit_record(records: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Return the summed speed of processes that ran at the same time."""
+    own = sum(record["cpu_frac"] for record in records)
     return {
         "name": "limit",
         "tokens_per_s": sum(record["tokens_per_s"] for record in records),
-        "foreign_cpu_frac": 0.0,
+        "foreign_cpu_frac": max(0.0, max(record["busy_frac"] for record in records) - own),
     }
 
 
@@ -217,7 +219,9 @@ def _method_summary(
 
     options = METHODS[name] or {}
     together = options.get("method") in ("rgc", "broadcast") and options.get("mode") != "serial"
-    threads = bp_threads if name == "bp" else max(cores, shape.num_stages) if together else cores
+    threads = (
+        bp_threads if name == "bp" else shape.num_stages * max(1, cores // shape.num_stages) if together else cores
+    )
     pairs = [(mine["tokens_per_s"], other["tokens_per_s"]) for mine, other in zip(records, bp, strict=True)]
     ratio = summarise(pairs)
     result = {
@@ -299,6 +303,8 @@ def parse(argv: Sequence[str] | None) -> tuple[argparse.ArgumentParser, argparse
     add("--batch-size", type=int, default=16)
     add("--pairs", type=int, default=5, help="rounds")
     add("--steps", type=int, default=12, help="timed steps of a run")
+    add("--warmup", type=int, default=None, help="steps before them; default: 3 per stage")
+    add("--bp-threads", type=int, default=None, help="threads of bp instead of a sweep")
     add("--seed", type=int, default=0, help="of weights and data order")
     add("--corpus", default="python-docs", help="a corpus of ByteDataModule")
     add("--train", default=None, help="training text instead of the corpus")
@@ -318,13 +324,19 @@ def shape_of(args: argparse.Namespace) -> Shape:
         num_stages=4 if quick else args.num_stages,
         window_bytes=args.window_bytes,
         batch_size=8 if quick else args.batch_size,
-        warmup_steps=2 * args.num_stages,
+        warmup_steps=args.warmup or 3 * args.num_stages,
         timed_steps=20 if quick else args.steps,
-        memory_steps=12 if quick else 4,
+        memory_steps=12 if quick else 2,
         val_batches=args.val_batches,
         corpus=corpus,
         seed=args.seed,
     )
+
+
+def command_of(argv: Sequence[str]) -> str:
+    """Return the command that repeats the run, without the places of files on this machine."""
+    shown = [Path(word).name if "/" in word else word for word in argv]
+    return " ".join(["python -m benchmarks.cpu_pipeline", *shown])
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
@@ -340,15 +352,16 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     shape = shape_of(args)
     methods = list(dict.fromkeys(["bp", *(args.methods or (QUICK if args.quick else USUAL))]))
-    bp: dict[str, Any] = {"wait_policy": "", "threads": cores, "swept": []} if args.quick else best_of_bp(shape, cores)
+    fixed = cores if args.quick and not args.bp_threads else args.bp_threads
+    bp = {"wait_policy": "", "threads": fixed, "swept": []} if fixed else best_of_bp(shape, cores)
     rounds = measure(shape, methods, 1 if args.quick else args.pairs, bp, cores)
     by_method = summary(rounds, shape, bp["threads"], cores)
     report = {
-        "command": "python -m benchmarks.cpu_pipeline " + " ".join(sys.argv[1:] if argv is None else argv),
+        "command": command_of(sys.argv[1:] if argv is None else argv),
         "shape": vars(shape),
         "cores": cores,
         "rounds": len(rounds),
-        "idle": all(row["idle"] for row in by_method.values()),
+        "idle": all(record["foreign_cpu_frac"] < IDLE_FRAC for records in rounds for record in records),
         "bp": bp,
         "limit_tokens_per_s": statistics.median(_named(records, "limit")["tokens_per_s"] for records in rounds),
         "methods": by_method,

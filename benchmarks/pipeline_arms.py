@@ -10,6 +10,7 @@ import gc
 import json
 import multiprocessing
 import os
+import queue
 import sys
 import time
 import warnings
@@ -153,32 +154,37 @@ def run_arm(arm: Arm, barrier: Any) -> dict[str, Any]:
     )
     trainer.fit(module, data)
     [scores] = trainer.validate(module, data, verbose=False) if arm.val_batches else [{}]
-    return measurement(arm, window, scores.get("val/bits_per_byte"))
+    settings = getattr(trainer.strategy, "settings", None)
+    team = settings.num_threads(settings.num_stages or 1) if settings is not None and settings.overlaps else 0
+    return measurement(arm, window, scores.get("val/bits_per_byte"), team)
 
 
-def measurement(arm: Arm, window: Window, bits: float | None) -> dict[str, Any]:
-    """Return the record of a finished run."""
+def measurement(arm: Arm, window: Window, bits: float | None, team: int) -> dict[str, Any]:
+    """Return the record of a finished run; ``team`` is the OpenMP threads of a stage, 0 where stages take turns."""
     first, last = window.moments
     wall_s, cpu_s = last.wall_s - first.wall_s, last.cpu_s - first.cpu_s
     cores = psutil.cpu_count() or 1
     # psutil counts in hundredths of a second, and a short window holds few of them.
     foreign_s = max(0.0, last.machine_busy_s - first.machine_busy_s - cpu_s) + last.steal_s - first.steal_s
-    threads = 1 if arm.strategy is None else int(arm.strategy.get("threads_per_stage") or 1)
     spans = [end - start for start, end in zip(first.accounts, last.accounts, strict=True)]
+    # What comes out of the final stage: queues that fill up before it would count as speed.
+    steps_per_s = spans[-1].num_steps / spans[-1].wall_s if spans else arm.timed_steps / wall_s
     return {
         "name": arm.name,
         "start_s": first.wall_s,
         "end_s": last.wall_s,
-        "step_s": wall_s / arm.timed_steps,
-        "tokens_per_s": arm.timed_steps * arm.batch_size * arm.window_bytes / wall_s,
-        "cpu_s_per_step": cpu_s / arm.timed_steps,
+        "step_s": 1 / steps_per_s,
+        "tokens_per_s": steps_per_s * arm.batch_size * arm.window_bytes,
+        "cpu_s_per_step": cpu_s / (wall_s * steps_per_s),
+        "cpu_frac": cpu_s / (wall_s * cores),
+        "busy_frac": (last.machine_busy_s - first.machine_busy_s + last.steal_s - first.steal_s) / (wall_s * cores),
         "foreign_cpu_frac": foreign_s / (wall_s * cores),
         "peak_pss_mib": window.memory.peak_mib if arm.memory_steps else None,
         "memory_measure": window.memory.measure,
         "num_memory_samples": window.memory.num_samples,
         "bits_per_token": bits,
         "num_steps": arm.num_steps,
-        "work_s": [span.work_s(threads) for span in spans],
+        "work_s": [span.work_s(team) for span in spans],
         "closure_error": max((abs(span.closure_error) for span in spans), default=None),
         "accounts": [asdict(span) for span in spans],
     }
@@ -202,9 +208,17 @@ def run_together(arms: Sequence[Arm]) -> list[dict[str, Any]]:
     children = [context.Process(target=_child, args=(arm, barrier, results)) for arm in arms]
     for child in children:
         child.start()
-    records = [results.get() for _ in children]
+    records: list[dict[str, Any]] = []
+    while len(records) < len(children):
+        try:
+            records.append(results.get(timeout=1.0))
+        except queue.Empty:
+            if dead := [child.exitcode for child in children if child.exitcode]:  # killed: no record will come
+                records.append({"name": arms[0].name, "error": f"its process ended with exit code {dead[0]}"})
+                break
     for child in children:
-        child.join()
+        child.join(10.0)
+        child.kill()
     return sorted(records, key=lambda record: [arm.name for arm in arms].index(record["name"]))
 
 

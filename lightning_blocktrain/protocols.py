@@ -54,7 +54,8 @@ class SupportsStages(SupportsBlocks, Protocol):
 
     It may also have ``stage_kwargs(batch, hidden) -> dict``: keywords for every layer (a mask, rotary tables), made
     without trainable parameters. The hooks run on copies of the module that share its tensors, in other threads or
-    processes: what they need must come from the batch, and they may not call ``self.log``.
+    processes, made at the first batch of a fit: what they need must come from the batch. Attributes set later,
+    ``self.global_step`` and ``self.current_epoch`` do not reach them, and they may not call ``self.log``.
     """
 
     def stage_embed(self, batch: Any) -> Tensor:

@@ -21,12 +21,9 @@ from lightning.pytorch.utilities import rank_zero_warn
 from typing_extensions import override
 
 from lightning_blocktrain.errors import explain
-from lightning_blocktrain.pipeline.account import TimeAccount, decompose
+from lightning_blocktrain.pipeline.account import PARTS, TimeAccount, decompose
 from lightning_blocktrain.pipeline.base import FinishedBatch
 from lightning_blocktrain.pipeline.settings import PipelineSettings
-
-PARTS = ("busy", "wait_in", "wait_out", "copy", "optimizer")
-"""The parts of a stage's wall time."""
 
 
 @runtime_checkable

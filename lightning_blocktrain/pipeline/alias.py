@@ -9,8 +9,11 @@ from collections import defaultdict
 from collections.abc import Mapping
 
 import lightning as L
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from torch.optim import Optimizer
+
+from lightning_blocktrain.errors import explain
 
 
 def make_alias(module: L.LightningModule, replaced: Mapping[Tensor, Tensor] | None = None) -> L.LightningModule:
@@ -19,6 +22,9 @@ def make_alias(module: L.LightningModule, replaced: Mapping[Tensor, Tensor] | No
     Args:
         module: The live module; unchanged.
         replaced: Tensors of ``module`` that the alias holds something else for, such as a snapshot.
+
+    Raises:
+        MisconfigurationException: If ``module`` holds something that cannot be copied.
     """
     memo: dict[int, object] = {
         id(parameter): nn.Parameter(parameter.detach(), requires_grad=parameter.requires_grad)
@@ -28,7 +34,12 @@ def make_alias(module: L.LightningModule, replaced: Mapping[Tensor, Tensor] | No
     memo.update((id(tensor), other) for tensor, other in (replaced or {}).items())
     if getattr(module, "_trainer", None) is not None:
         memo[id(module._trainer)] = None  # an alias belongs to no Trainer; __getstate__ drops it too
-    alias: L.LightningModule = copy.deepcopy(module, memo)
+    try:
+        alias: L.LightningModule = copy.deepcopy(module, memo)
+    except (TypeError, RuntimeError, AttributeError) as exc:  # a lock; a tensor with a graph; a local class
+        rule = "stages run on copies of the module, which copy.deepcopy must be able to make"
+        fix = "make what cannot be copied where it is used, or give it a __deepcopy__"
+        raise MisconfigurationException(explain(rule, f"{type(exc).__name__}: {exc}", fix)) from exc
     return alias
 
 

@@ -8,7 +8,7 @@ Threads: the driver's thread alone calls a pipeline.
 | ``step`` | the same; when serial, the final stage's step |
 | ``finished`` | nothing, or one batch to finish |
 | ``drain`` | all stages |
-| ``close`` | the stages to end, at most ``CLOSE_TIMEOUT_S`` |
+| ``close`` | the stages to end, at most ``CLOSE_TIMEOUT_S``; groups: the pass they are in |
 """
 
 import time
@@ -72,6 +72,7 @@ class Pipeline(ABC):
         self._steps_done, self._num_finished = first_step, 0
         self._partial: dict[int, list[BatchReport]] = {}
         self._finished: deque[FinishedBatch] = deque()
+        self._num_drains = 0
         self._drained: list[DrainReport] = []
         self._accounts = [TimeAccount() for _ in range(num_stages)]
         self._failure: StageError | MisconfigurationException | None = None
@@ -131,8 +132,9 @@ class Pipeline(ABC):
         Afterwards all stages stand at the same number of steps and the live module holds their weights.
         """
         self._raise_failure()
+        self._num_drains += 1
         self._drained = []
-        self._give(DrainOrder(self.num_steps, with_state))
+        self._give(DrainOrder(self.num_steps, with_state, self._num_drains))
         self._wait(lambda: len(self._drained) == self.num_stages)
         return sorted(self._drained, key=lambda report: report.stage_idx)
 
@@ -187,12 +189,14 @@ class Pipeline(ABC):
     def _take(self, report: Report) -> None:
         if isinstance(report, FailureReport):
             self._failure = self._failure or _as_error(report)
+            self.close()  # Lightning skips the teardown where a callback meets the failure again
             self._raise_failure()
         elif isinstance(report, StepReport):
             self._steps_done = report.step_idx + 1
         elif isinstance(report, DrainReport):
             self._accounts[report.stage_idx] = report.account
-            self._drained.append(report)
+            if report.drain_idx == self._num_drains:  # not of one that was interrupted
+                self._drained.append(report)
         else:
             self._accounts[report.stage_idx] = report.account
             reports = self._partial.setdefault(report.batch_idx, [])

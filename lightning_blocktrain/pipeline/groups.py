@@ -60,7 +60,9 @@ class GroupsPipeline(Pipeline):
                 self._mail.put(self._take_step(order))
             else:
                 merged = {n: s for group in self._groups for n, s in group.optimizer_state().items()}
-                self._mail.put(DrainReport(0, self._clock.read(), merged if order.with_state else None))
+                self._mail.put(
+                    DrainReport(0, order.drain_idx, self._clock.read(), merged if order.with_state else None)
+                )
         except Exception as exc:
             self._mail.put(FailureReport(0, order.step_idx, exc))
         return True

@@ -66,10 +66,12 @@ class DrainOrder:
     Args:
         step_idx: Optimizer steps ordered before it.
         with_state: Whether to report the stage's optimizer state and random stream too.
+        drain_idx: Running number of the drain.
     """
 
     step_idx: int
     with_state: bool
+    drain_idx: int
 
 
 Order = BatchOrder | StepOrder | DrainOrder
@@ -109,12 +111,14 @@ class DrainReport:
 
     Args:
         stage_idx: The stage.
+        drain_idx: The drain that it answers.
         account: Where its time went so far.
         optimizer_state: State of its optimizer by parameter name; None if it was not asked for.
         random_state: Its random stream; None if it was not asked for or draws from the process's.
     """
 
     stage_idx: int
+    drain_idx: int
     account: TimeAccount
     optimizer_state: dict[str, dict[str, Any]] | None = None
     random_state: Tensor | None = None

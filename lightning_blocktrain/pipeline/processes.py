@@ -10,7 +10,7 @@ Memory map of a run, all of it anonymous shared memory that ends with the last p
 | parameters and buffers | the model | the stage that owns each | all |
 | orders, one ring per stage | ``ring_slots`` x (batch + hidden state) | driver or stage s - 1 | stage s |
 | readout gradients, one ring per upstream stage | steps in flight x readout | stage s | final stage |
-| snapshots | (S + 1) x readout | final stage | upstream stages, under one lock |
+| snapshots | readout; S x readout for pinned lags | final stage | upstream stages, under one lock |
 
 Stages are forked from a server process that has imported torch and frozen its heap, so that they share what the
 import costs.
@@ -48,7 +48,7 @@ from lightning_blocktrain.pipeline.orders import (
 )
 from lightning_blocktrain.pipeline.ring import RingReader, RingWriter, StopFlag, make_ring, pack, payload_bytes
 from lightning_blocktrain.pipeline.stage import Stage
-from lightning_blocktrain.pipeline.worker import Pace, StageWorker, Stopped
+from lightning_blocktrain.pipeline.worker import Pace, StageWorker, Stopped, num_snapshots_kept
 
 ORDERS = {kind.__name__: kind for kind in (BatchOrder, StepOrder, DrainOrder)}
 
@@ -58,7 +58,7 @@ class SharedBoard:
 
     Args:
         context: The multiprocessing context.
-        num_kept: Snapshots that stay readable.
+        num_kept: Snapshots that stay readable, at least 1.
         like: Tensors of the readout.
         stop: Set when the pipeline is taken down.
     """
@@ -225,7 +225,7 @@ class ProcessPipeline(Pipeline):
         self._batch_bytes = batch_bytes
         self._processes: list[Any] = []
         self._first: RingWriter | None = None
-        self._first, ends, self._reports = self._connect(context, stages, ring_slots, batch_bytes + hidden_bytes)
+        self._first, ends, self._reports = self._connect(context, stages, pace, ring_slots, batch_bytes + hidden_bytes)
         self._ends = ends  # a semaphore's name lasts as long as the object in the process that made it
         try:
             ends[0].board.publish(first_step, stages[-1].snapshot)
@@ -239,15 +239,15 @@ class ProcessPipeline(Pipeline):
                 held.close()
 
     def _connect(
-        self, context: Any, stages: Sequence[Stage], ring_slots: int, slot_bytes: int
+        self, context: Any, stages: Sequence[Stage], pace: Pace, ring_slots: int, slot_bytes: int
     ) -> tuple[RingWriter, list[Ends], list[Connection]]:
         """Return the driver's end of the orders, every stage's ends, and the driver's ends of the reports."""
         readout = stages[-1].snapshot
-        board = SharedBoard(context, len(stages) + 1, readout, self._stop)
+        board = SharedBoard(context, max(1, num_snapshots_kept(stages, pace)), readout, self._stop)
         orders = [make_ring(context, ring_slots, slot_bytes, self._stop) for _ in stages]
-        steps_ahead = len(stages) * (ring_slots + 1)
-        readout_bytes = payload_bytes(readout)
-        gradients = [make_ring(context, steps_ahead, readout_bytes, self._stop) for _ in stages[:-1]]
+        # At most every other order on its way from a stage to the final one is a step.
+        steps_ahead = [(distance * (ring_slots + 1) + 1) // 2 for distance in range(len(stages) - 1, 0, -1)]
+        gradients = [make_ring(context, num, payload_bytes(readout), self._stop) for num in steps_ahead]
         ends, reports = [], []
         for stage in stages:
             reader, writer = context.Pipe(duplex=False)
@@ -285,13 +285,13 @@ class ProcessPipeline(Pipeline):
                 except (EOFError, OSError):
                     continue
                 return report
-        dead = [idx for idx, sentinel in enumerate(sentinels) if sentinel in ready]
-        for stage_idx in dead:
-            self._processes[stage_idx].join()
-        # A stage that loses its neighbour ends too, with exit code 0: the first cause is another.
-        dead.sort(key=lambda idx: self._processes[idx].exitcode == 0)
-        if not dead:
+        if not any(sentinel in ready for sentinel in sentinels):
             return None
+        # A stage that loses its neighbour ends too, with exit code 0, and may be seen first: the cause is another.
+        if all(process.exitcode in (None, 0) for process in self._processes):
+            wait([s for s, process in zip(sentinels, self._processes, strict=True) if process.is_alive()], POLL_S)
+        dead = [idx for idx, process in enumerate(self._processes) if not process.is_alive()]
+        dead.sort(key=lambda idx: self._processes[idx].exitcode == 0)
         process = self._processes[dead[0]]
         cause = RuntimeError(f"its process {process.pid} ended with exit code {process.exitcode}")
         return FailureReport(dead[0], self.num_steps, cause)
@@ -345,8 +345,12 @@ def _start_server(context: Any) -> bool:
 def _stop_server() -> None:
     """Stop the fork server, unless it has others' children: they would count as dead from then on."""
     server: Any = multiprocessing.forkserver._forkserver
-    if server._forkserver_pid is not None and not psutil.Process(server._forkserver_pid).children():
-        server._stop()
+    if server._forkserver_pid is None:
+        return
+    with suppress(psutil.NoSuchProcess):
+        if psutil.Process(server._forkserver_pid).children():
+            return
+    server._stop()
 
 
 def _start_stage(

@@ -1,7 +1,7 @@
 """A ring of preallocated shared tensors between one process that writes and one that reads.
 
 A message is a header, which travels through a pipe, and tensors, which lie in one slot of shared memory. No tensor is
-pickled.
+pickled, unless it hides in an object of the user's own class.
 
 Memory map: ``num_slots`` cells of ``slot_bytes`` bytes; in a cell the tensors of one message lie one after the other,
 each at a multiple of 64 bytes.

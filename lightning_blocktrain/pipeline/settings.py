@@ -56,8 +56,9 @@ class PipelineSettings:
         for name in ("num_stages", "threads_per_stage"):
             if getattr(self, name) is not None:
                 _refuse_no_count(name, getattr(self, name))
-        for name in ("clip", "stage_timeout_s"):
-            _refuse_not_positive(name, getattr(self, name))
+        _refuse_not_positive("stage_timeout_s", self.stage_timeout_s)
+        if self.clip is not None:
+            _refuse_not_positive("clip", self.clip)
         self._refuse_split()
         self._refuse_combinations()
 
@@ -91,8 +92,9 @@ class PipelineSettings:
             rule = "stage_split must have one number per stage"
             got = f"stage_split={split!r}, num_stages={self.num_stages}"
             raise ValueError(explain(rule, got, "leave num_stages out"))
-        if isinstance(self.consensus_weights, str):
-            consensus_weights(self.consensus_weights, 1)
+        known = self.num_stages if isinstance(split, str) else len(split)
+        if known is not None or isinstance(self.consensus_weights, str):
+            consensus_weights(self.consensus_weights, known or 1)
 
     def _refuse_combinations(self) -> None:
         method = self.method
@@ -146,5 +148,5 @@ def _refuse_no_count(name: str, value: object) -> None:
 
 
 def _refuse_not_positive(name: str, value: object) -> None:
-    if value is not None and not (isinstance(value, int | float) and 0 < value < float("inf")):
+    if not (isinstance(value, int | float) and 0 < value < float("inf")):
         raise ValueError(explain(f"{name} must be finite and above 0", f"{name}={value!r}", "use for example 1.0"))

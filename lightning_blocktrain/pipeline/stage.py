@@ -160,9 +160,10 @@ class Stage:
             upstream: The gradients of stages 0 to S - 2.
         """
         assert self.weights is not None
+        reached = [parameter.grad is not None for parameter in self.readout.parameters()]
         agreed = consensus([*upstream, self.take_readout_gradients()], self.weights)
-        for parameter, gradient in zip(self.readout.parameters(), agreed, strict=True):
-            if parameter.requires_grad:
+        for parameter, gradient, mine in zip(self.readout.parameters(), agreed, reached, strict=True):
+            if parameter.requires_grad and (mine or gradient.any()):  # else unused: an optimizer leaves it alone
                 parameter.grad = gradient
 
     def step(self, order: StepOrder, norm: Tensor | None = None) -> None:
@@ -243,7 +244,7 @@ def finite_norm(parameters: Sequence[Tensor]) -> Tensor:
     Raises:
         NonFiniteError: If it is NaN or infinite.
     """
-    gradients = [p.grad._values() if p.grad.is_sparse else p.grad for p in parameters if p.grad is not None]
+    gradients = [p.grad.coalesce().values() if p.grad.is_sparse else p.grad for p in parameters if p.grad is not None]
     norm = torch.nn.utils.get_total_norm(gradients)
     if not torch.isfinite(norm):
         fix = "nothing was updated with it; lower the learning rate or clip"

@@ -21,7 +21,7 @@ from lightning_blocktrain.pipeline.account import StageClock
 from lightning_blocktrain.pipeline.base import CLOSE_TIMEOUT_S, POLL_S, Pipeline
 from lightning_blocktrain.pipeline.orders import Order, Report
 from lightning_blocktrain.pipeline.stage import Stage
-from lightning_blocktrain.pipeline.worker import Pace, StageFailed, StageWorker, Stopped
+from lightning_blocktrain.pipeline.worker import Pace, StageFailed, StageWorker, Stopped, num_snapshots_kept
 
 T = TypeVar("T")
 
@@ -82,7 +82,7 @@ class SnapshotBoard:
     """The newest snapshots of the readout, oldest first; versions ascend.
 
     Args:
-        num_kept: Snapshots that stay readable.
+        num_kept: Snapshots that stay readable; 0: nobody reads one.
         stop: Set when the pipeline is taken down.
     """
 
@@ -93,6 +93,8 @@ class SnapshotBoard:
 
     def publish(self, version: int, tensors: Sequence[Tensor]) -> None:
         """Store copies of the readout's tensors."""
+        if not self._snapshots.maxlen:
+            return
         copies = [tensor.detach().clone() for tensor in tensors]
         with self._changed:
             self._snapshots.append((version, copies))
@@ -120,15 +122,16 @@ class Exchange:
     Args:
         num_stages: S.
         ring_slots: Orders that may wait in front of a stage.
+        num_kept: Snapshots that stay readable.
     """
 
-    def __init__(self, num_stages: int, ring_slots: int) -> None:
+    def __init__(self, num_stages: int, ring_slots: int, num_kept: int = 1) -> None:
         self.stop = threading.Event()
         self.orders: list[Mailbox[Order]] = [Mailbox(ring_slots, self.stop) for _ in range(num_stages)]
         # As many steps as stage 0 can be ahead of the final one.
         self.gradients: list[Mailbox[tuple[int, list[Tensor]]]] = [Mailbox(None, self.stop) for _ in range(num_stages)]
         self.reports: Mailbox[Report] = Mailbox(None, threading.Event())  # readable after a failure too
-        self.board = SnapshotBoard(num_stages + 1, self.stop)
+        self.board = SnapshotBoard(num_kept, self.stop)
 
 
 class ThreadLinks:
@@ -210,7 +213,7 @@ class TurnsPipeline(Pipeline):
     ) -> None:
         super().__init__(len(stages), first_step, True, timeout_s)
         self._num_threads = num_threads or torch.get_num_threads()
-        self._exchange = Exchange(len(stages), 1)
+        self._exchange = Exchange(len(stages), 1, num_snapshots_kept(stages, pace))
         self._exchange.board.publish(first_step, stages[-1].snapshot)
         self._workers: list[StageWorker] = []
         for stage in reversed(stages):
@@ -264,7 +267,7 @@ class ThreadPipeline(Pipeline):
         threads_per_stage: int,
     ) -> None:
         super().__init__(len(stages), first_step, pace.serial, timeout_s)
-        self._exchange = Exchange(len(stages), ring_slots)
+        self._exchange = Exchange(len(stages), ring_slots, num_snapshots_kept(stages, pace))
         self._exchange.board.publish(first_step, stages[-1].snapshot)
         self._threads = [
             threading.Thread(

@@ -93,6 +93,13 @@ class Pace:
     snapshot_every: int = 1
 
 
+def num_snapshots_kept(stages: Sequence[Stage], pace: Pace) -> int:
+    """Return how many snapshots must stay readable: none if no stage reads one, and more than one for pinned lags."""
+    if not any(stage.reads_snapshot for stage in stages):
+        return 0
+    return len(stages) if pace.lag == "pinned" else 1
+
+
 class StageWorker:
     """Carries out orders on one stage; lives in the stage's thread.
 
@@ -195,7 +202,7 @@ class StageWorker:
         self._drained_at = order.step_idx
         state = stage.optimizer_state() if order.with_state else None
         random_state = stage.random_state() if order.with_state else None
-        self._links.report(DrainReport(stage.stage_idx, self._clock.read(), state, random_state))
+        self._links.report(DrainReport(stage.stage_idx, order.drain_idx, self._clock.read(), state, random_state))
         self._pass_on(order)
 
     def _pass_on(self, order: Order) -> None:

@@ -58,15 +58,17 @@ class BoundedHorizonStrategy(SingleDeviceStrategy):
     Args:
         method: ``rgc``: stages learn through a snapshot of the readout, which follows the mean of all their gradients.
             ``broadcast``: the same, but the readout learns from the final stage alone. ``live``: serial deep
-            supervision through the live readout. ``bp``: global backpropagation. ``bp_groups``: the same, exactly,
-            by groups of threads that share the weights and cut each batch.
+            supervision through the live readout. ``bp``: global backpropagation. ``bp_groups``: the same by groups of
+            threads that share the weights and cut each batch; exact up to rounding where the loss is a mean over
+            samples of equal length.
         num_stages: S (groups of ``bp_groups``); None: the Trainer's ``devices`` above 1, else the largest divisor of
             the layers up to 4.
         mode: ``async``: stages work on successive batches at the same time. ``serial``: one after the other.
             None: ``async`` for ``rgc`` and ``broadcast``.
         backend: ``threads`` of the Trainer's process, or ``processes`` for modules whose Python code holds the GIL
             (the script needs ``if __name__ == "__main__":``).
-        threads_per_stage: OpenMP threads of each stage, at most ``max(1, cores // S)``; None: that many.
+        threads_per_stage: OpenMP threads of each stage, at most ``max(1, cores // S)`` (all cores where stages take
+            turns); None: that many, and for serial threads the process's own number.
         snapshot_every: Readout steps between two snapshots.
         ring_slots: Orders that may wait in front of a stage.
         micro_batches: Parts that each batch is cut into; memory falls, gradients stay the same up to rounding where
@@ -151,7 +153,8 @@ class BoundedHorizonStrategy(SingleDeviceStrategy):
     @property
     def cut(self) -> StageCut:
         """How the module is cut; known from ``setup`` to ``teardown``."""
-        assert self._run is not None
+        if self._run is None:
+            raise AttributeError("cut is known from setup to teardown")
         return self._run.cut
 
     @property
@@ -191,6 +194,8 @@ class BoundedHorizonStrategy(SingleDeviceStrategy):
         super().setup(trainer)
         refuse_optimizer(self.optimizers)
         context = self.precision_plugin.train_step_context
+        if self._run is not None:  # Lightning skips the teardown where a callback fails in ``on_exception``
+            self._run.close()
         self._run = PipelineRun(module, layout, self.optimizers[0], self.settings, sizes, groups, context)
         self._log, self._newest_loss, self._last_extra = BatchLog(), None, None
 
@@ -262,8 +267,7 @@ class BoundedHorizonStrategy(SingleDeviceStrategy):
         clip = self._clip(trainer)
         with _without_clipping(trainer):
             result = super().optimizer_step(optimizer, closure, model, **kwargs)
-        groups = tuple({k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups)
-        self._run.step(groups, clip)
+        self._run.step(_hyper_parameters(optimizer), clip)
         if trainer.fit_loop.epoch_loop.batch_progress.is_last_batch or is_last_step(trainer):
             self._run.drain()  # hooks at the end of an epoch may read the weights
         return result
@@ -299,11 +303,13 @@ class BoundedHorizonStrategy(SingleDeviceStrategy):
 
     @override
     def on_train_end(self) -> None:
-        """Gather what the stages hold; log batches that finished after the last training step."""
+        """Gather what the stages hold, log batches that finished after the last training step, and end the stages."""
         assert self._run is not None
         self._run.gather()
         for done in self._log.take(self._run.finished(wait=False)):
             self._write(done)
+        self._run.close()  # a loop that runs once more (LearningRateFinder) starts from what was restored meanwhile
+        self._newest_loss = None
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
@@ -343,6 +349,14 @@ class BoundedHorizonStrategy(SingleDeviceStrategy):
             self._run.close()
         self._run = None
         super().teardown()
+
+
+def _hyper_parameters(optimizer: Optimizer) -> tuple[dict[str, Any], ...]:
+    """Return those of every group; a tensor is copied: a scheduler changes it while the order is on its way."""
+    return tuple(
+        {k: v.clone() if isinstance(v, Tensor) else v for k, v in group.items() if k != "params"}
+        for group in optimizer.param_groups
+    )
 
 
 @contextmanager

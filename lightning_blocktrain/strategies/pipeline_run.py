@@ -4,6 +4,7 @@ Owns when stages are built and taken down. Between two pipelines, and after the 
 optimizer's own again.
 """
 
+from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
@@ -178,6 +179,18 @@ class PipelineRun:
             self.gather()
             self._kept += self._pipeline.finished(wait=False)
             self.close()
+        kept = defaultdict(dict, self._optimizer.state)
+        try:
+            self._open(first_step)
+        except BaseException:  # interrupted, or refused: nothing of the user's is lost
+            self._optimizer.state = kept
+            self.close()
+            if self._settings.backend == "processes":
+                unshare(self._module)
+            raise
+        self._learn_again()
+
+    def _open(self, first_step: int) -> None:
         if self._settings.backend == "processes":
             share(self._module)
         stages = self._build()
@@ -186,7 +199,6 @@ class PipelineRun:
         else:
             self._seed(stages)
         self._pipeline = open_pipeline(self._settings, stages, first_step, *self._room)
-        self._learn_again()
 
     def _learn_again(self) -> None:
         """Give new stages the gradients that the old ones had gathered since their last step."""
@@ -234,9 +246,8 @@ class PipelineRun:
             f"now {list(sizes)}. stage_split={list(sizes)} starts a run with this cut."
         )
         if sizes != self.cut.sizes:
-            self.drain()
             self.cut = cut_stages(self._module, self._layout, sizes)
-            self._restart(0)
+            self._restart(self._pipeline.num_steps)
 
     def _refuse_changed_flags(self) -> None:
         changed = [name for name, parameter, flag in self._flags if parameter.requires_grad != flag]

@@ -18,6 +18,8 @@ def record(name: str, tokens_per_s: float, **changes: Any) -> dict[str, Any]:
         "bits_per_token": 5.0,
         "num_steps": 10,
         "foreign_cpu_frac": 0.001,
+        "cpu_frac": 0.5,
+        "busy_frac": 0.5,
         "work_s": [1.0, 1.0],
         "closure_error": 0.002,
     }
@@ -64,7 +66,9 @@ def test_summary_run_beside_foreign_work_is_not_called_idle() -> None:
 
 
 def test_limit_adds_the_speeds_of_processes_that_ran_together() -> None:
-    assert limit_record([record("a", 90.0), record("b", 80.0)])["tokens_per_s"] == 170.0
+    both = limit_record([record("a", 90.0, cpu_frac=0.4, busy_frac=0.95), record("b", 80.0)])
+    assert both["tokens_per_s"] == 170.0
+    assert math.isclose(both["foreign_cpu_frac"], 0.95 - 0.9)
 
 
 def test_arm_of_every_method_names_options_that_the_strategy_takes() -> None:
@@ -84,6 +88,11 @@ def test_table_of_a_machine_that_was_not_idle_says_so(capsys: pytest.CaptureFixt
     report = {"shape": vars(shape), "cores": 2, "rounds": 2, "idle": False, "methods": methods, "bp": {"swept": []}}
     print_table(report)
     assert "NOT idle" in capsys.readouterr().out
+
+
+def test_command_in_a_report_holds_no_path_of_this_machine() -> None:
+    command = cpu_pipeline.command_of(["--width", "128", "--json", "/home/me/out.json", "--train", "texts/a.txt"])
+    assert command == "python -m benchmarks.cpu_pipeline --width 128 --json out.json --train a.txt"
 
 
 @pytest.mark.parametrize("wrong", [["--train", "a.txt"], ["--num-layers", "10"], ["--pairs", "0"], ["--methods", "x"]])

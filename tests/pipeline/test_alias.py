@@ -1,7 +1,9 @@
 import copy
+import threading
 
 import pytest
 import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import nn
 
 from lightning_blocktrain.pipeline.alias import make_alias, snapshot_of, stage_optimizer
@@ -145,3 +147,10 @@ def test_stage_optimizer_keeps_what_a_custom_one_computed_and_not_a_schedulers_w
     assert stage.param_groups[0]["params"][0] is alias
     assert scheduler.optimizer is optimizer
     assert "step" not in vars(stage) or vars(stage)["step"] is not vars(optimizer)["step"]
+
+
+def test_alias_of_a_module_that_cannot_be_copied_is_refused_with_the_cause():
+    module = tiny()
+    module.lock = threading.Lock()
+    with pytest.raises(MisconfigurationException, match=r"copies of the module.*cannot pickle '_thread.lock'"):
+        make_alias(module)

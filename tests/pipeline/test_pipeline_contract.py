@@ -84,6 +84,25 @@ def test_drain_leaves_all_stages_at_the_same_number_of_steps_and_can_be_repeated
 
 
 @pytest.mark.parametrize("backend", ALL)
+def test_drain_after_an_interrupted_one_reports_the_state_that_it_asks_for(launch, monkeypatch, backend):
+    def interrupt(done):
+        raise KeyboardInterrupt
+
+    module = tiny()
+    optimizer = adam(module)
+    pipeline = launch(backend, module, optimizer=optimizer)
+    train(pipeline, optimizer, batches(2))
+    with monkeypatch.context() as patch:
+        patch.setattr(pipeline, "_wait", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            pipeline.drain()
+    reports = pipeline.drain(with_state=True)
+    assert [report.stage_idx for report in reports] == list(range(stages_in(backend)))
+    states = [name for report in reports for name in report.optimizer_state or {}]
+    assert sorted(states) == sorted(name for name, _ in module.named_parameters())
+
+
+@pytest.mark.parametrize("backend", ALL)
 def test_drain_without_state_reports_none(launch, backend):
     reports = launch(backend, tiny()).drain()
     assert [report.optimizer_state for report in reports] == [None] * stages_in(backend)

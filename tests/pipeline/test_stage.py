@@ -129,6 +129,12 @@ def test_norm_of_gradients_is_that_of_all_together():
     assert float(finite_norm([])) == 0
 
 
+def test_norm_of_a_sparse_gradient_sums_the_rows_of_one_token_first():
+    embedding = nn.Embedding(4, 2, sparse=True)
+    embedding(torch.tensor([1, 1, 1])).sum().backward()
+    assert float(finite_norm([embedding.weight])) == pytest.approx(3 * 2**0.5)
+
+
 def test_frozen_parameters_get_no_gradient_and_do_not_move():
     module, (batch,) = tiny(), batches(1)
     module.layers[0].linear.weight.requires_grad_(False)

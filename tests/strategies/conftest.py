@@ -165,6 +165,11 @@ def weights(module: nn.Module) -> dict[str, Tensor]:
     return {name: tensor.detach().clone() for name, tensor in module.state_dict().items()}
 
 
+def adam_steps(trainer: L.Trainer) -> set[float]:
+    """Return the step counters in the optimizer's state, which the fit has gathered."""
+    return {float(state["step"]) for state in trainer.optimizers[0].state.values()}
+
+
 def assert_same(left: Mapping[str, Tensor], right: Mapping[str, Tensor]) -> None:
     assert left.keys() == right.keys()
     differing = [name for name in left if not torch.equal(left[name], right[name])]

@@ -17,7 +17,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "plain": {},
     "clipped": {"gradient_clip_val": 0.1},
     "clipped by value": {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"},
-    "accumulated": {"accumulate_grad_batches": 3},
+    "accumulated and clipped": {"accumulate_grad_batches": 3, "gradient_clip_val": 0.1},
     "bf16-mixed": {"precision": "bf16-mixed"},
 }
 
@@ -29,6 +29,13 @@ ONE_STAGE: dict[str, dict[str, Any]] = {
     "bp": {"method": "bp"},
 }
 
+FAST = {"plain", "accumulated and clipped"}
+MATRIX = [
+    pytest.param(method, variant, marks=() if method == "rgc" or variant in FAST else pytest.mark.slow)
+    for method in ONE_STAGE
+    for variant in VARIANTS
+]
+
 
 def rounding(ours: dict[str, Tensor], other: dict[str, Tensor], bound: float) -> None:
     assert ours.keys() == other.keys()
@@ -39,8 +46,7 @@ def rounding(ours: dict[str, Tensor], other: dict[str, Tensor], bound: float) ->
 class TestOneStage:
     """20 steps with a learning-rate schedule; the tests' one thread is every arm's."""
 
-    @pytest.mark.parametrize("variant", VARIANTS)
-    @pytest.mark.parametrize("method", ONE_STAGE)
+    @pytest.mark.parametrize(("method", "variant"), MATRIX)
     def test_one_stage_equals_the_default_strategy_bit_for_bit(self, make_trainer, method, variant):
         options = {"max_steps": 20, "max_epochs": -1, **VARIANTS[variant]}
         plain = fit(seeded(UserModule), make_trainer("auto", **options))
@@ -70,7 +76,7 @@ class TestOneStage:
 
 
 class TestSeveralStages:
-    @pytest.mark.parametrize("clip", [None, 0.1])
+    @pytest.mark.parametrize("clip", [pytest.param(None, marks=pytest.mark.slow), 0.1])
     def test_serial_rgc_follows_live_supervision_for_50_steps_without_lag(self, make_trainer, clip):
         """The two add S readout gradients in another order: 1e-7 a step, which 50 steps of Adam may amplify."""
 
@@ -137,7 +143,7 @@ class TestSeveralStages:
     def test_two_runs_with_pinned_lag_agree_bit_for_bit(self, make_trainer, method):
         def run(mode: str, lag: str) -> dict[str, Tensor]:
             strategy = BoundedHorizonStrategy(method, num_stages=4, mode=mode, lag=lag)
-            trainer = make_trainer(strategy, max_epochs=2, accumulate_grad_batches=2, gradient_clip_val=0.5)
+            trainer = make_trainer(strategy, accumulate_grad_batches=2, gradient_clip_val=0.5)
             return fit(seeded(UserModule), trainer)
 
         first = run("async", "pinned")
@@ -179,7 +185,7 @@ class TestSeveralStages:
         fit(seeded(UserModule), make_trainer(strategy, max_steps=7, callbacks=[Watch()]))
         assert lags == [0, 1, 2, 0, 1, 2, 0]
 
-    @pytest.mark.parametrize("alias", ["rgc", "broadcast", "live"])
+    @pytest.mark.parametrize("alias", ["rgc", pytest.param("broadcast", marks=pytest.mark.slow)])
     def test_training_lowers_the_loss(self, make_trainer, alias):
         module = seeded(UserModule, lr=0.05)
         trainer = make_trainer(alias, max_epochs=6)

@@ -8,9 +8,10 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import LearningRateFinder, ModelCheckpoint
 
 from lightning_blocktrain import BoundedHorizonStrategy
+from lightning_blocktrain.strategies.pipeline_run import PipelineRun
 from tests.strategies.conftest import BACKENDS, DropoutLayers, UserModule, assert_same, fit, loader, seeded, weights
 
 STARTS_PROCESSES = True
@@ -232,3 +233,39 @@ class TestFiles:
         out = subprocess.run(command, capture_output=True, text=True, timeout=200, check=True)
         expected = sum(float(p.detach().double().sum()) for p in module.parameters())
         assert float(out.stdout.split()[-1]) == expected
+
+
+@pytest.mark.parametrize("options", [{"mode": "serial"}, {"lag": "pinned"}])
+def test_a_fit_after_the_learning_rate_finder_equals_one_that_starts_with_what_it_found(make_trainer, options):
+    """The finder trains and then restores weights and optimizer inside one fit."""
+
+    class Plain(UserModule):
+        def configure_optimizers(self):
+            return torch.optim.AdamW(self.parameters(), lr=self.lr)
+
+    module, finder = seeded(Plain), LearningRateFinder(num_training_steps=20, early_stop_threshold=None)
+    trainer = make_trainer(BoundedHorizonStrategy(num_stages=2, **options), callbacks=[finder], max_steps=4)
+    found = fit(module, trainer, loader(shuffle=False))
+    again = seeded(Plain, lr=module.lr)
+    trainer = make_trainer(BoundedHorizonStrategy(num_stages=2, **options), max_steps=4)
+    assert_same(fit(again, trainer, loader(shuffle=False)), found)
+
+
+def test_a_learning_rate_that_is_a_tensor_is_that_of_the_step_when_it_was_ordered(make_trainer, monkeypatch):
+    """A scheduler changes such a tensor in place, while the order that holds it is on its way."""
+    ordered: list[Any] = []
+    step = PipelineRun.step
+
+    def spy(self, groups, clip):
+        ordered.append(groups[0]["lr"])
+        step(self, groups, clip)
+
+    class Scheduled(UserModule):
+        def configure_optimizers(self):
+            optimizer = torch.optim.SGD(self.parameters(), lr=torch.tensor(1.0))
+            schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step_idx: 0.5**step_idx)
+            return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+    monkeypatch.setattr(PipelineRun, "step", spy)
+    fit(seeded(Scheduled), make_trainer("rgc", max_steps=3))
+    assert [float(rate) for rate in ordered] == [1.0, 0.5, 0.25]

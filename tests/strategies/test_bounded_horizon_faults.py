@@ -16,6 +16,7 @@ import lightning as L
 import psutil
 import pytest
 import torch
+from lightning.pytorch.callbacks import OnExceptionCheckpoint
 from torch import Tensor, nn
 
 from lightning_blocktrain import BoundedHorizonStrategy
@@ -167,6 +168,19 @@ class TestStages:
         again = make_trainer("rgc", max_steps=8)
         fit(module, again)
         assert again.global_step == 8
+
+    @pytest.mark.parametrize("backend", BACKENDS)
+    def test_a_failure_that_a_callback_meets_again_leaves_no_stage(self, make_trainer, tmp_path, backend):
+        """Lightning skips the teardown when ``on_exception`` of a callback raises."""
+        module = seeded(UserModule)
+        module.layers[3] = Breaking("raise", 3)
+        strategy = BoundedHorizonStrategy(num_stages=2, backend=backend, threads_per_stage=1)
+        trainer = make_trainer(strategy, callbacks=[OnExceptionCheckpoint(tmp_path)], enable_checkpointing=True)
+        with pytest.raises(StageError, match=r"stage 1 failed at step 2: ArithmeticError"):
+            fit(module, trainer)
+        assert [thread.name for thread in threading.enumerate() if thread.name.startswith("stage-")] == []
+        assert [child.name for child in multiprocessing.active_children() if child.name.startswith("stage-")] == []
+        strategy.teardown()
 
     @pytest.mark.slow
     def test_a_stage_process_that_ends_is_named_with_its_exit_code(self, make_trainer):
