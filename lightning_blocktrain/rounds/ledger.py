@@ -61,7 +61,7 @@ Judgement = tuple[Verdict, str]
 
 @dataclass(frozen=True, eq=False)
 class Replica:
-    """An accepted update, copied out of the worker's memory."""
+    """An accepted update, out of the worker's reach."""
 
     worker_id: int
     num_steps: int
@@ -136,6 +136,11 @@ class Ledger:
         """Expected workers the open round still waits for: not answered, and not left."""
         return tuple(w for w in self._expected if w not in self._answered and self.roster.is_live(w))
 
+    @property
+    def accepted(self) -> tuple[int, ...]:
+        """Workers whose update counts in the round of the current version, as far as it has come, ascending."""
+        return tuple(sorted(self._accepted))
+
     def open(self, expected: Iterable[int], now: float) -> None:
         """Begin the round of the current version.
 
@@ -172,7 +177,7 @@ class Ledger:
         """Judge one update; never raises for what it holds.
 
         Call ``close_if_due`` with the same ``now`` first, so that a receipt for a late update names the new
-        version. An accepted update is copied: the caller may reuse its tensors at once.
+        version. An accepted update is copied, unless it is ``owned``: the caller may reuse its tensors at once.
 
         Args:
             update: The submission.
@@ -223,7 +228,7 @@ class Ledger:
         fault = form_fault(update, self._master)
         if fault is not None:
             return Verdict.MALFORMED, f"In the update, {fault}"
-        params = as_params(update.params, like=self._master)
+        params = as_params(update.params, like=self._master, copy=not update.owned)
         norm = delta_norm(params, self._master)
         if not math.isfinite(norm):
             return Verdict.NONFINITE, "The update holds a NaN or an infinity; reload the master and its state."

@@ -56,6 +56,7 @@ class Update:
         num_steps: Inner optimizer steps taken since, 0 or more.
         num_tokens: Target tokens seen in these steps, 1 or more.
         params: The entry's tensors by name, on any device; floating ones in any floating dtype.
+        owned: Whether nobody will write to the tensors later, so that a ledger may keep them without a copy.
     """
 
     run_id: str
@@ -66,6 +67,7 @@ class Update:
     num_steps: int
     num_tokens: int
     params: Mapping[str, Tensor] = field(repr=False)
+    owned: bool = False
 
 
 @dataclass(frozen=True)

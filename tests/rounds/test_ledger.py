@@ -527,3 +527,24 @@ def test_state_of_other_shapes_is_refused_by_name_and_changes_nothing() -> None:
     with pytest.raises(CheckpointMismatchError, match=r"w stored=\(4,\) torch.float32 here=\(3,\) torch.float32"):
         ledger.load_state_dict(run_state)
     assert ledger.version == 0 and same(ledger.master, make_master())
+
+
+def test_accepted_names_the_workers_of_the_open_round_and_starts_empty_after_it() -> None:
+    ledger = make_ledger()
+    ledger.submit(update_of(2), now=0.0)
+    ledger.submit(update_of(1, params={**make_params(1), "w": torch.tensor([math.nan, 0.0, 0.0])}), now=0.0)
+    ledger.open([0, 2], now=0.0)
+    ledger.submit(update_of(0), now=0.0)
+    assert ledger.accepted == (0, 2)
+    close(ledger, 0.0)
+    assert ledger.accepted == ()
+
+
+def test_submit_keeps_owned_tensors_and_copies_others() -> None:
+    for owned, kept in ((True, True), (False, False)):
+        ledger = make_ledger()
+        params = make_params(0)
+        ledger.open([0], now=0.0)
+        ledger.submit(update_of(0, params=params, owned=owned), now=0.0)
+        close(ledger, 0.0)
+        assert (ledger.master["w"].data_ptr() == params["w"].data_ptr()) is kept

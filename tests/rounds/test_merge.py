@@ -6,9 +6,11 @@ import torch
 from torch import Tensor
 
 from lightning_blocktrain.rounds.merge import (
+    NORM_PIECE,
     OuterSGD,
     Params,
     RoundRules,
+    all_finite,
     as_params,
     clip_params,
     delta_norm,
@@ -236,3 +238,24 @@ def test_check_replicas_trimmed_mean_needs_three() -> None:
     rules.check_replicas(3)
     with pytest.raises(ValueError, match="needs 3 replicas; got num_replicas=2; use 3 or more"):
         rules.check_replicas(2)
+
+
+@pytest.mark.parametrize("size", [0, 1, NORM_PIECE - 1, NORM_PIECE, 3 * NORM_PIECE + 5])
+def test_delta_norm_in_pieces_is_that_of_the_whole(size: int) -> None:
+    params, master = {"w": torch.randn(size)}, {"w": torch.randn(size)}
+    whole = torch.linalg.vector_norm(params["w"] - master["w"], dtype=torch.float64).item()
+    assert delta_norm(params, master) == pytest.approx(whole, rel=1e-12)
+
+
+def test_all_finite_of_values_whose_sum_overflows_is_true() -> None:
+    assert all_finite({"w": torch.full((9,), 3e38)})
+    for bad in (math.nan, math.inf, -math.inf):
+        assert not all_finite({"w": torch.tensor([3e38, 3e38, bad, 1.0])})
+    assert not all_finite({"w": torch.tensor([math.inf, -math.inf])})
+
+
+def test_as_params_without_a_copy_shares_what_has_the_form_already() -> None:
+    tensors = {"w": torch.zeros(2), "half": torch.zeros(2, dtype=torch.bfloat16), "n": torch.tensor(1)}
+    shared = as_params(tensors, copy=False)
+    assert [shared[name].data_ptr() == tensors[name].data_ptr() for name in tensors] == [True, False, True]
+    assert all(tensor.data_ptr() != tensors[name].data_ptr() for name, tensor in as_params(tensors).items())

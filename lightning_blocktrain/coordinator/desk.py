@@ -1,0 +1,196 @@
+"""The one place that requests come to, whatever carried them: checks the run, founds it, keeps what was accepted.
+
+Owns the coordinator's service and its storage, and the moment a run begins. Owns no socket and no thread: whoever
+carries the requests calls from one thread at a time, and passes the time.
+"""
+
+import hmac
+from collections.abc import Mapping
+from typing import IO, Any
+
+from torch import Tensor
+
+from lightning_blocktrain.coordinator.service import CoordinatorService, Decoder
+from lightning_blocktrain.coordinator.status import snapshot
+from lightning_blocktrain.coordinator.storage import Storage
+from lightning_blocktrain.errors import (
+    NotFoundedError,
+    RequestRefusedError,
+    UnauthorisedError,
+    WrongRunError,
+    explain,
+)
+from lightning_blocktrain.rounds import Receipt, Roster, Verdict
+from lightning_blocktrain.rounds.verdicts import shown
+from lightning_blocktrain.transport.base import Sender, Submission
+from lightning_blocktrain.transport.messages import unpack_submission
+from lightning_blocktrain.transport.terms import RunTerms, identity_differences
+from lightning_blocktrain.transport.wire import MAX_HEADER_BYTES, MAX_TENSOR_HEADER_BYTES
+
+
+class Desk:
+    """The desk of one run.
+
+    Args:
+        run_id: Names the run.
+        token: Its secret.
+        storage: Keeps the state; the desk closes it. None keeps nothing.
+        decode: For submissions that a codec made; None takes parameters only.
+
+    Raises:
+        ValueError: If the run id or the token is empty.
+    """
+
+    def __init__(self, run_id: str, token: str, storage: Storage | None = None, decode: Decoder | None = None) -> None:
+        Roster(run_id, token)  # refuses empty ones
+        self.run_id = run_id
+        self._token = token
+        self._storage = storage
+        self._decode = decode
+        self._service: CoordinatorService | None = None
+
+    @property
+    def service(self) -> CoordinatorService:
+        """The coordinator of the run.
+
+        Raises:
+            NotFoundedError: If there are no masters yet.
+        """
+        if self._service is None:
+            raise NotFoundedError(f"The coordinator of run {self.run_id} has no masters yet.")
+        return self._service
+
+    @property
+    def is_founded(self) -> bool:
+        """Whether there are masters."""
+        return self._service is not None
+
+    @property
+    def news(self) -> tuple[str, dict[str, int]]:
+        """Phase and versions: whoever waits need not look again before this changes."""
+        return ("empty", {}) if self._service is None else (self._service.phase, self._service.versions)
+
+    def check_token(self, token: str) -> None:
+        """Refuse a request without the run's token, in a time that does not depend on where they differ.
+
+        Raises:
+            UnauthorisedError: If it is another one.
+        """
+        sent, own = (text.encode("utf-8", "surrogatepass") for text in (token, self._token))
+        if not hmac.compare_digest(sent, own):
+            raise UnauthorisedError("The coordinator does not take this token.")
+
+    def check_run(self, run_id: str) -> None:
+        """Refuse a request that is meant for another run.
+
+        Raises:
+            WrongRunError: Naming both.
+        """
+        if run_id != self.run_id:
+            raise WrongRunError(f"This is the coordinator of run {self.run_id!r}; the request is for {shown(run_id)}.")
+
+    def resume(self, now: float, identity: Mapping[str, Any] | None = None) -> bool:
+        """Continue the stored run, if there is one.
+
+        Args:
+            now: Seconds on the caller's clock.
+            identity: What must agree with the stored run, by name.
+
+        Raises:
+            CheckpointMismatchError: If another run is stored.
+            StateError: If what is stored is damaged.
+        """
+        if self._storage is None or self._storage.is_empty:
+            return False
+        stored = self._storage.load(self.run_id, identity)
+        masters = {entry: state["master"] for entry, state in stored.entries.items()}
+        service = self._make(stored.terms, masters)
+        service.load_state(stored.run, stored.entries, now)
+        for entry in stored.entries:
+            for worker_id, frame in self._storage.kept_updates(entry):
+                service.restore_update(entry, worker_id, unpack_submission(frame)[1], now)
+        self._service = service
+        service.advance(now)
+        return True
+
+    def found(self, terms: RunTerms, masters: Mapping[str, Mapping[str, Tensor]] | None, now: float) -> bool | None:
+        """Begin the run with these masters, unless it has begun.
+
+        Returns:
+            True if it has now, False if it had before, None if the masters are wanted and missing.
+
+        Raises:
+            RequestRefusedError: If the run has begun as another one; names what differs.
+            ValueError: If the masters do not fit the terms.
+        """
+        if self._service is not None:
+            differing = identity_differences(self._service.terms.full_identity, terms.full_identity)
+            if differing:
+                rule = "whoever joins a run must train its model in its way"
+                raise RequestRefusedError(explain(rule, "; ".join(differing), "use the script of this run"))
+            return False
+        if masters is None:
+            return None
+        service = self._make(terms, masters)
+        if self._storage is not None:
+            entries = {entry: ledger.state_dict() for entry, ledger in service.ledgers.items()}
+            self._storage.create(self.run_id, terms, service.run_state(), entries)
+        self._service = service
+        service.advance(now)
+        return True
+
+    def _make(self, terms: RunTerms, masters: Mapping[str, Mapping[str, Tensor]]) -> CoordinatorService:
+        return CoordinatorService(self.run_id, self._token, terms, masters, self._storage, self._decode)
+
+    def max_update_bytes(self, entry: str) -> int:
+        """Return how long a message with an update of this entry may be, whatever codec made it.
+
+        Raises:
+            RequestRefusedError: If there is no such entry.
+        """
+        master = self.service.ledger_of(entry).master
+        num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in master.values())
+        return 2 * num_bytes + MAX_HEADER_BYTES + MAX_TENSOR_HEADER_BYTES
+
+    def submit(
+        self, entry: str, sender: Sender, submission: Submission, now: float, message: IO[bytes] | None = None
+    ) -> Receipt:
+        """Judge an update; see ``CoordinatorService.submit``.
+
+        Args:
+            entry: Of the update.
+            sender: Of the update.
+            submission: The update.
+            now: Seconds on the caller's clock.
+            message: The message that it came in, kept with the state until its round has closed, so that an accepted
+                update survives the process.
+        """
+        receipt = self.service.submit(entry, sender, submission, now)
+        is_open = self.service.versions[entry] == submission.base_version
+        if receipt.verdict is Verdict.ACCEPTED and is_open and self._storage is not None and message is not None:
+            self._storage.keep_update(entry, submission.base_version, sender.worker_id, message)
+        return receipt
+
+    def advance(self, now: float) -> None:
+        """Do what the time demands."""
+        if self._service is not None:
+            self._service.advance(now)
+
+    def next_event(self) -> float | None:
+        """Return when ``advance`` must be called at the latest, or None."""
+        return None if self._service is None else self._service.next_event()
+
+    def stop(self, reason: str) -> None:
+        """End the run."""
+        self.service.stop(reason)
+
+    def status(self, now: float) -> dict[str, Any]:
+        """Return what there is to say of the run, as plain values."""
+        if self._service is None:
+            return {"run_id": self.run_id, "phase": "empty", "reason": ""}
+        return snapshot(self._service, now)
+
+    def close(self) -> None:
+        """Give the storage back; any number of times."""
+        if self._storage is not None:
+            self._storage.close()

@@ -1,0 +1,169 @@
+"""A coordinator as a process: opens what it needs, serves until the run ends or a signal comes, leaves nothing behind.
+
+Owns the signals and the exit code. Owns no argument parsing.
+"""
+
+import asyncio
+import logging
+import signal
+import ssl
+import time
+import warnings
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from lightning_blocktrain.coordinator.desk import Desk
+from lightning_blocktrain.coordinator.server import CoordinatorServer, ServerLimits
+from lightning_blocktrain.coordinator.service import Decoder
+from lightning_blocktrain.coordinator.storage import Storage
+from lightning_blocktrain.errors import explain
+from lightning_blocktrain.transport.address import is_loopback
+from lightning_blocktrain.transport.terms import RunTerms
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class ServeSettings:
+    """How a coordinator is reached and what it keeps.
+
+    Args:
+        run_id: Names the run.
+        token: Its secret; in no message or representation.
+        host: Address to listen on; the default is reachable from this machine only.
+        port: 0 lets the system choose.
+        state_dir: Keeps the state; a run stored there goes on. None keeps nothing.
+        certfile: PEM certificate chain; with it the server speaks HTTPS.
+        keyfile: PEM key of the certificate; None: in ``certfile``.
+        spool_dir: Where long messages wait; None: ``state_dir``, else the system's temporary folder.
+        linger_s: How long workers have after the end of the run to fetch what is left and leave.
+        limits: What the server takes.
+    """
+
+    run_id: str
+    token: str = field(repr=False)
+    host: str = "127.0.0.1"
+    port: int = 0
+    state_dir: Path | None = None
+    certfile: Path | None = None
+    keyfile: Path | None = None
+    spool_dir: Path | None = None
+    linger_s: float = 30.0
+    limits: ServerLimits = field(default_factory=ServerLimits)
+
+    def __post_init__(self) -> None:
+        if self.keyfile is not None and self.certfile is None:
+            got = f"keyfile={self.keyfile}, certfile=None"
+            raise ValueError(explain("keyfile needs a certfile", got, "give both, or neither for plain HTTP"))
+
+
+@asynccontextmanager
+async def serving(
+    settings: ServeSettings,
+    founding: tuple[RunTerms, Mapping[str, Mapping[str, Tensor]]] | None = None,
+    decode: Decoder | None = None,
+    identity: Mapping[str, Any] | None = None,
+) -> AsyncIterator[CoordinatorServer]:
+    """Serve inside the block.
+
+    Args:
+        settings: How.
+        founding: Terms and first masters, if the run is not stored; None: the first worker brings them.
+        decode: For submissions that a codec made.
+        identity: What must agree with a stored run, by name.
+
+    Raises:
+        PortInUseError: If the address is taken.
+        StateError: If another process uses the state folder, or it is damaged.
+        CheckpointMismatchError: If the state folder holds another run.
+    """
+    if settings.certfile is None and not is_loopback(settings.host):
+        warnings.warn(
+            f"The coordinator listens on {settings.host} without TLS: token and weights travel readable.", stacklevel=3
+        )
+    storage = None if settings.state_dir is None else Storage(settings.state_dir)
+    desk = Desk(settings.run_id, settings.token, storage, decode)
+    try:
+        if not desk.resume(time.monotonic(), identity) and founding is not None:
+            desk.found(*founding, time.monotonic())
+        server = CoordinatorServer(
+            desk,
+            settings.host,
+            settings.port,
+            _tls(settings),
+            settings.limits,
+            settings.spool_dir or settings.state_dir,
+        )
+        await server.start()
+    except BaseException:
+        desk.close()
+        raise
+    try:
+        yield server
+    finally:
+        await server.stop()
+
+
+def _tls(settings: ServeSettings) -> ssl.SSLContext | None:
+    if settings.certfile is None:
+        return None
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    context.load_cert_chain(settings.certfile, settings.keyfile)
+    return context
+
+
+def serve(
+    settings: ServeSettings,
+    founding: tuple[RunTerms, Mapping[str, Mapping[str, Tensor]]] | None = None,
+    decode: Decoder | None = None,
+    identity: Mapping[str, Any] | None = None,
+    on_listening: Callable[[str], None] | None = None,
+) -> int:
+    """Serve until the run has ended, or SIGINT or SIGTERM comes. Call it in the main thread of its process.
+
+    Args:
+        settings: How.
+        founding: As ``serving`` takes it.
+        decode: As ``serving`` takes it.
+        identity: As ``serving`` takes it.
+        on_listening: Called with the URL as soon as requests are answered.
+
+    Returns:
+        The exit code: 0 after a finished or stopped run or a signal, 1 after a run that was given up.
+
+    Raises:
+        PortInUseError: And the others of ``serving``.
+    """
+    return asyncio.run(_serve(settings, founding, decode, identity, on_listening))
+
+
+async def _serve(
+    settings: ServeSettings,
+    founding: tuple[RunTerms, Mapping[str, Mapping[str, Tensor]]] | None,
+    decode: Decoder | None,
+    identity: Mapping[str, Any] | None,
+    on_listening: Callable[[str], None] | None,
+) -> int:
+    signalled = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, signalled.set)
+    async with serving(settings, founding, decode, identity) as server:
+        log.info("run %s: listening on %s", settings.run_id, server.url)
+        if on_listening is not None:
+            on_listening(server.url)
+        waits = [asyncio.create_task(server.wait_for_end(settings.linger_s)), asyncio.create_task(signalled.wait())]
+        done, left = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        for task in left:
+            task.cancel()
+            with suppress(asyncio.CancelledError):
+                await task
+        for task in done:
+            task.result()  # raises what ended the wait, if it was no event
+        return 1 if server.phase == "failed" else 0

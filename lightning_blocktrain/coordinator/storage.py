@@ -1,0 +1,279 @@
+"""A coordinator's state on disk: whole after every write, whatever interrupts it.
+
+Owns one folder, and keeps every other process out of it. Owns no tensor: what it is given it writes and forgets.
+
+File map::
+
+    lock                          held by the one process that writes; holds its pid
+    manifest.json                 what is valid: run, terms, members, and per entry its file and ledger; written last
+    <entry>-<version>.safetensors masters ("master:NAME") and outer optimizer ("buffer:NAME") of an entry
+    updates/<entry>-<version>-<worker>.frame   accepted in the round that is open, as received
+
+A write goes to a temporary file, is synced, and takes its name at once. An entry's new file has a new name and the
+manifest points to it afterwards, so an interruption at any point leaves the previous state. What no manifest points to
+is removed when the folder is opened.
+
+Covered: a killed process, a lost machine, two processes on one folder, damaged files (refused by their SHA-256). Not
+covered: accepted updates of the open round after a power failure (they are not synced: that round goes on without
+them), and file systems without rename or locks.
+"""
+
+import fcntl
+import hashlib
+import json
+import logging
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+from safetensors.torch import load_file, save_file
+
+from lightning_blocktrain.errors import CheckpointMismatchError, StateError, WireError, explain
+from lightning_blocktrain.transport.terms import RunTerms, identity_differences
+from lightning_blocktrain.transport.wire import PIECE_BYTES, Frame, Receiver, read_frame
+
+log = logging.getLogger(__name__)
+
+FORMAT = 1
+MANIFEST = "manifest.json"
+OWN_NAMES = re.compile(
+    r"(?P<entry>block[0-9]+|interface)-(?P<version>[0-9]+)(-(?P<worker>[0-9]+)\.frame|\.safetensors)(?P<temporary>\.tmp)?"
+)
+"""Only files that are called like this are ever removed."""
+PLAIN_FIELDS = ("version", "norms", "merged_by", "answered", "counts")
+"""What of a ledger's state goes into the manifest; its tensors go into the entry's file."""
+
+
+@dataclass(frozen=True)
+class StoredRun:
+    """A run as it was stored.
+
+    Args:
+        run_id: Of the run.
+        terms: Of the run.
+        run: What ``CoordinatorService.run_state`` returned.
+        entries: The ledgers' states by entry.
+    """
+
+    run_id: str
+    terms: RunTerms
+    run: dict[str, Any]
+    entries: dict[str, dict[str, Any]]
+
+
+class Storage:
+    """The folder of one run. Not synchronised: the thread that calls the ledgers calls it.
+
+    Args:
+        folder: Made if missing.
+
+    Raises:
+        StateError: If another process has it, or its manifest is damaged.
+    """
+
+    def __init__(self, folder: Path | str) -> None:
+        self.folder = Path(folder)
+        self._updates = self.folder / "updates"
+        self._updates.mkdir(parents=True, exist_ok=True)
+        self._lock: IO[str] | None = _locked(self.folder / "lock")
+        try:
+            self._manifest = _read_manifest(self.folder / MANIFEST)
+        except StateError:
+            self.close()
+            raise
+        self._written: dict[str, dict[str, Any]] = {}
+        self._remove_leftovers()
+        (self.folder / f"{MANIFEST}.tmp").unlink(missing_ok=True)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no run is stored."""
+        return not self._manifest
+
+    def create(self, run_id: str, terms: RunTerms, run: dict[str, Any], entries: Mapping[str, dict[str, Any]]) -> None:
+        """Store a run for the first time.
+
+        Raises:
+            StateError: If the folder holds a run already.
+        """
+        if self._manifest:
+            got = f"folder={self.folder}, run_id={self._manifest['run_id']}"
+            raise StateError(explain("a new run needs an empty folder", got, "choose another one"))
+        described = {entry: self._write_entry(entry, state) for entry, state in entries.items()}
+        manifest = {"format": FORMAT, "run_id": run_id, "terms": terms.to_json(), "run": run, "entries": described}
+        self._write_manifest(manifest)
+
+    def store(self, entry: str, state: dict[str, Any]) -> None:
+        """Write an entry's file after a close; valid with the next ``store_run``."""
+        self._written[entry] = self._write_entry(entry, state)
+
+    def store_run(self, state: dict[str, Any]) -> None:
+        """Write the manifest: what is not an entry's, and the entries as last stored; nothing before ``create``."""
+        if self._manifest:
+            self._write_manifest({**self._manifest, "run": state, "entries": self._manifest["entries"] | self._written})
+            for entry in self._written:
+                self._remove_leftovers(entry)
+            self._written = {}
+
+    def load(self, run_id: str, identity: Mapping[str, Any] | None = None) -> StoredRun:
+        """Return the stored run.
+
+        Args:
+            run_id: Must be its own.
+            identity: Must agree with the stored one, name by name.
+
+        Raises:
+            CheckpointMismatchError: If it is another run or another model; names what differs.
+            StateError: If a file is missing or damaged.
+        """
+        manifest = self._manifest
+        terms = RunTerms.from_json(manifest["terms"])
+        stored = {**terms.full_identity, "run_id": manifest["run_id"]}
+        differing = identity_differences({**(identity or {}), "run_id": run_id}, stored)
+        if differing:
+            rule = f"{self.folder} must hold this run (here: asked for, there: stored)"
+            raise CheckpointMismatchError(explain(rule, "; ".join(differing), "choose its folder, or an empty one"))
+        entries = {entry: self._read_entry(entry, described) for entry, described in manifest["entries"].items()}
+        return StoredRun(manifest["run_id"], terms, manifest["run"], entries)
+
+    def keep_update(self, entry: str, version: int, worker_id: int, message: IO[bytes]) -> None:
+        """Keep an accepted update of the open round as it was received, until the round has closed."""
+        message.seek(0)
+
+        def copy(path: Path) -> None:
+            with path.open("wb") as file:
+                shutil.copyfileobj(message, file, PIECE_BYTES)
+
+        _write_whole(self._updates / f"{entry}-{version}-{worker_id}.frame", copy, sync=False)
+
+    def kept_updates(self, entry: str) -> Iterator[tuple[int, Frame]]:
+        """Yield the accepted updates of an entry's open round with their workers; damaged ones are left out."""
+        version = self._manifest["entries"][entry]["ledger"]["version"]
+        for path in sorted(self._updates.glob(f"{entry}-{version}-*.frame")):
+            try:
+                yield int(path.stem.rpartition("-")[2]), _read_message(path)
+            except WireError as exc:
+                log.warning("%s is left out: %s", path, exc)
+
+    def close(self) -> None:
+        """Let another process have the folder; any number of times."""
+        if self._lock is not None:
+            self._lock.close()
+            self._lock = None
+
+    def _write_entry(self, entry: str, state: dict[str, Any]) -> dict[str, Any]:
+        path = self.folder / f"{entry}-{state['version']}.safetensors"
+        tensors = {f"master:{name}": tensor for name, tensor in state["master"].items()}
+        tensors |= {f"buffer:{name}": tensor for name, tensor in state["buffers"].items()}
+        contiguous = {name: tensor.cpu().contiguous() for name, tensor in tensors.items()}
+        _write_whole(path, lambda temporary: save_file(contiguous, temporary))
+        return {
+            "file": path.name,
+            "num_bytes": path.stat().st_size,
+            "sha256": _digest(path),
+            "names": list(state["master"]),
+            "ledger": {name: state[name] for name in PLAIN_FIELDS},
+        }
+
+    def _read_entry(self, entry: str, described: dict[str, Any]) -> dict[str, Any]:
+        path = self.folder / described["file"]
+        if not path.is_file() or path.stat().st_size != described["num_bytes"] or _digest(path) != described["sha256"]:
+            rule = f"{path} must be as the manifest describes it"
+            raise StateError(explain(rule, f"another size or SHA-256, or no file, for entry={entry}", "use a backup"))
+        tensors = load_file(path)
+        master = {name: tensors[f"master:{name}"] for name in described["names"]}
+        buffers = {name: tensors[f"buffer:{name}"] for name in described["names"] if f"buffer:{name}" in tensors}
+        return {"entry": entry, "master": master, "buffers": buffers, "accepted": [], **described["ledger"]}
+
+    def _write_manifest(self, manifest: dict[str, Any]) -> None:
+        text = json.dumps(manifest, indent=1)
+        _write_whole(self.folder / MANIFEST, lambda path: path.write_text(text))
+        self._manifest = json.loads(text)  # what a restart would read
+
+    def _remove_leftovers(self, only_entry: str | None = None) -> None:
+        entries = self._manifest.get("entries", {})
+        valid = {described["file"] for described in entries.values()}
+        current = {f"{entry}-{described['ledger']['version']}" for entry, described in entries.items()}
+        for path in [*self.folder.iterdir(), *self._updates.iterdir()]:
+            name = OWN_NAMES.fullmatch(path.name)
+            if name is None or only_entry not in (None, name["entry"]):
+                continue  # somebody else's file, or another entry's
+            is_valid = path.name in valid or (
+                name["worker"] is not None and f"{name['entry']}-{name['version']}" in current
+            )
+            if name["temporary"] or not is_valid:
+                path.unlink()
+
+
+def _locked(path: Path) -> IO[str]:
+    file = path.open("a+")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as exc:
+        file.seek(0)
+        got = f"folder={path.parent}, pid={file.read().strip()}"
+        file.close()
+        raise StateError(
+            explain("only one coordinator may use a state folder", got, "stop it, or choose another")
+        ) from exc
+    file.truncate(0)
+    file.write(str(os.getpid()))
+    file.flush()
+    return file
+
+
+def _read_manifest(path: Path) -> dict[str, Any]:
+    if not path.exists():
+        return {}
+    try:
+        manifest = json.loads(path.read_text())
+        found = manifest["format"]
+    except (ValueError, KeyError, TypeError) as exc:
+        raise StateError(explain(f"{path} must be a manifest", repr(exc)[:100], "use a backup")) from exc
+    if found != FORMAT:
+        raise StateError(
+            explain(f"{path} must have format {FORMAT}", f"format={found}", "use the version that wrote it")
+        )
+    return dict(manifest)
+
+
+def _write_whole(path: Path, write: Callable[[Path], object], sync: bool = True) -> None:
+    temporary = path.with_name(path.name + ".tmp")
+    write(temporary)
+    if sync:
+        _sync(temporary)
+    temporary.replace(path)
+    if sync:
+        _sync(path.parent)
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+class _Nowhere:
+    """Takes what a receiver passes on where only its check is wanted."""
+
+    def write(self, piece: object, /) -> None:
+        """Forget the piece."""
+
+
+def _read_message(path: Path) -> Frame:
+    content = bytearray(path.read_bytes())
+    receiver = Receiver(_Nowhere(), len(content))
+    receiver.take(memoryview(content))
+    receiver.finish()
+    return read_frame(content)
