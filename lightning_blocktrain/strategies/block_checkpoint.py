@@ -16,6 +16,8 @@ from lightning_blocktrain.errors import CheckpointMismatchError, explain
 from lightning_blocktrain.strategies.workers import SimulatedWorkers, Worker
 
 KEY = "blocktrain"
+MEMBER_KEY = "blocktrain_member"
+"""The same where the workers are processes: it holds rank 0's worker, and the position in the data of all."""
 _COUNTERS = ("num_steps", "num_tokens")
 
 

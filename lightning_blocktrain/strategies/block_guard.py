@@ -9,6 +9,7 @@ import lightning as L
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.plugins.precision import Precision
+from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -50,19 +51,43 @@ def declared_layout(module: L.LightningModule) -> BlockLayout:
     return as_layout(module.configure_blocks())
 
 
-def refuse_topology(devices: int, num_nodes: int, sync_batchnorm: bool) -> None:
-    """Refuse what the Trainer was built with, if one process with simulated workers cannot honour it.
+def refuse_topology(devices: int, num_nodes: int, sync_batchnorm: bool, joins: bool = False) -> None:
+    """Refuse what the Trainer was built with, if no mode can honour it.
+
+    Args:
+        devices: Of the Trainer; above 1 they are worker processes.
+        num_nodes: Of the Trainer.
+        sync_batchnorm: Of the Trainer.
+        joins: Whether this process joins a run as one worker.
 
     Raises:
-        MisconfigurationException: For more than one device or node, or synchronised batch norm.
+        MisconfigurationException: For several nodes, synchronised batch norm, or one worker on several devices.
     """
-    if devices > 1 or num_nodes > 1:
-        rule = "blocktrain simulates its workers in one process: devices and num_nodes must be 1"
-        fix = "use devices=1 and set the workers with num_blocks and replicas"
-        raise MisconfigurationException(explain(rule, f"devices={devices}, num_nodes={num_nodes}", fix))
+    if num_nodes > 1:
+        rule = "blocktrain starts workers on one machine: num_nodes must be 1"
+        fix = "join from the other machines: set BLOCKTRAIN_COORDINATOR there"
+        raise MisconfigurationException(explain(rule, f"num_nodes={num_nodes}", fix))
+    if joins and devices > 1:
+        rule = "a process that joins a run is one worker: devices must be 1"
+        raise MisconfigurationException(explain(rule, f"devices={devices}", "use devices=1, or no coordinator"))
     if sync_batchnorm:
         rule = "blocktrain has no synchronised batch norm: workers do not meet inside a step"
         raise MisconfigurationException(explain(rule, "sync_batchnorm=True", "use sync_batchnorm=False"))
+
+
+def refuse_simulation(replicas: int, network: object, inner_state: str) -> None:
+    """Refuse settings that only simulated workers have, where the workers are processes.
+
+    Raises:
+        MisconfigurationException: Naming the first.
+    """
+    for name, value, usual in (("replicas", replicas, 1), ("network", network, "lockstep")):
+        if value != usual:
+            rule = f"{name} is for simulated workers: with several processes it follows from them"
+            raise MisconfigurationException(explain(rule, f"{name}={value!r}", f"leave {name} out, or use devices=1"))
+    if inner_state == "average":
+        rule = "inner_state must be 'keep' or 'reset' where the workers are processes: optimizer states do not travel"
+        raise MisconfigurationException(explain(rule, "inner_state='average'", "choose one"))
 
 
 def refuse_optimizers(optimizers: Sequence[Optimizer]) -> None:
@@ -92,6 +117,16 @@ def refuse_scaled_accumulation(precision: Precision, accumulate_grad_batches: in
         rule = "blocktrain cannot accumulate gradients under a gradient scaler, which all workers share"
         got = f"accumulate_grad_batches={accumulate_grad_batches} with precision {precision.precision}"
         raise MisconfigurationException(explain(rule, got, "use precision='bf16-mixed'"))
+
+
+def warn_of_stale_validation(trainer: L.Trainer, sync_every: int) -> None:
+    """Warn if validation is to come inside rounds."""
+    interval, round_batches = trainer.val_check_interval, sync_every * trainer.accumulate_grad_batches
+    if isinstance(interval, int) and interval % round_batches and trainer.enable_validation:
+        rank_zero_warn(
+            f"val_check_interval={interval} is not a multiple of the {round_batches} batches of a round: "
+            "validation will see the masters of the last closed round, not the newest steps."
+        )
 
 
 class BlockGuard:

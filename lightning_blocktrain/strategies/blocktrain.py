@@ -5,10 +5,12 @@ rounds the coordinator's, the checkpoint form ``block_checkpoint``'s.
 
 In one process the workers are simulated: one Lightning step is one inner optimizer step of *every* worker, and every
 ``sync_every`` steps each worker's replica goes to the coordinator's ledger, which merges per block what arrived before
-the deadline on a virtual clock.
+the deadline on a virtual clock. With several ``devices``, or where a run is joined, every process is one worker
+(``member``), and what it does in a step is the same with one worker to act for (``worker_run``).
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, Literal, cast
 
 import lightning as L
@@ -23,38 +25,48 @@ from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 from lightning_utilities.core.apply_func import apply_to_collection
-from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_blocktrain.coordinator import NetworkModel
-from lightning_blocktrain.errors import NonFiniteError, explain
+from lightning_blocktrain.errors import explain
 from lightning_blocktrain.metrics import count_tokens
 from lightning_blocktrain.partition import Partition
 from lightning_blocktrain.partition import partition as cut
 from lightning_blocktrain.protocols import SupportsBlockTraining
-from lightning_blocktrain.rounds import OuterSGD, RoundReport, RoundRules
+from lightning_blocktrain.rounds import OuterSGD, RoundRules
 from lightning_blocktrain.strategies import block_checkpoint
 from lightning_blocktrain.strategies.block_guard import (
     BlockGuard,
     declared_layout,
     refuse_optimizers,
     refuse_scaled_accumulation,
+    refuse_simulation,
     refuse_topology,
+    warn_of_stale_validation,
 )
+from lightning_blocktrain.strategies.finite import refuse_non_finite_loss, with_finite_gradients
+from lightning_blocktrain.strategies.headless import MemberLauncher
+from lightning_blocktrain.strategies.launcher import find_place
+from lightning_blocktrain.strategies.member import Member, MemberSettings
 from lightning_blocktrain.strategies.progress import is_last_step
-from lightning_blocktrain.strategies.simulated_run import RunSettings, SimulatedRun, Tally, refuse_no_count
+from lightning_blocktrain.strategies.round_counters import RoundCounters
+from lightning_blocktrain.strategies.simulated_run import RunSettings, SimulatedRun, refuse_no_count
 from lightning_blocktrain.strategies.worker_batches import WorkerBatches, WorkerBatchLoader, batch_of
+from lightning_blocktrain.strategies.worker_run import WorkerRun
+from lightning_blocktrain.strategies.worker_shard import dealt
 from lightning_blocktrain.strategies.workers import InnerState, Worker, restore_process_streams
+from lightning_blocktrain.transport.terms import OnMissingBlock
 
 
-class BlockTrainStrategy(SingleDeviceStrategy):
+class BlockTrainStrategy(RoundCounters, SingleDeviceStrategy):
     """Block-replica averaging with deadline acceptance.
 
-    ``num_blocks * replicas`` workers train in this process, worker w on block ``w mod num_blocks``. Between batches
-    (validation, checkpoints, your callbacks) the module holds the merged masters; what is written to them there does
-    not reach the workers.
+    With ``devices=1`` ``num_blocks * replicas`` simulated workers train in this process, with ``devices=W`` W worker
+    processes on this machine (the script is run again for each), worker w on block ``w mod num_blocks``. Between
+    batches (validation, checkpoints, your callbacks) the module holds the merged masters, in the Trainer's own process
+    all of them; what is written to them there does not reach the workers.
 
     Args:
         num_blocks: B; None: the module's own number, else the largest divisor of its layers up to 4.
@@ -73,6 +85,12 @@ class BlockTrainStrategy(SingleDeviceStrategy):
         trim_frac: Share of the replicas that the trimmed mean drops at each end.
         clip_norm: Longest update a replica may send, L2; None: any.
         outlier_factor: Updates longer than this times the median of the last accepted ones are refused; None: never.
+        coordinator: URL of a run to join as one worker, with the token in ``BLOCKTRAIN_TOKEN``; None: the environment
+            variable ``BLOCKTRAIN_COORDINATOR``, and without it no run is joined.
+        join_timeout_s: How long the first round waits for its workers.
+        reconnect_timeout_s: How long a worker looks for a coordinator that does not answer.
+        on_missing_block: A block that has lost all its workers keeps its parameters (``warn``), or ends the run
+            (``fail``).
         accelerator: As Lightning passes it.
         checkpoint_io: As Lightning passes it.
         precision_plugin: As Lightning passes it.
@@ -101,11 +119,18 @@ class BlockTrainStrategy(SingleDeviceStrategy):
         trim_frac: float = 0.1,
         clip_norm: float | None = None,
         outlier_factor: float | None = None,
+        coordinator: str | None = None,
+        join_timeout_s: float = 300.0,
+        reconnect_timeout_s: float = 120.0,
+        on_missing_block: OnMissingBlock = "warn",
         accelerator: Accelerator | None = None,
         checkpoint_io: CheckpointIO | None = None,
         precision_plugin: Precision | None = None,
     ) -> None:
-        super().__init__(accelerator=accelerator, checkpoint_io=checkpoint_io, precision_plugin=precision_plugin)
+        RoundCounters.__init__(self)
+        SingleDeviceStrategy.__init__(
+            self, accelerator=accelerator, checkpoint_io=checkpoint_io, precision_plugin=precision_plugin
+        )
         if num_blocks is not None:
             refuse_no_count("num_blocks", num_blocks)
         if not isinstance(deadline_s, int | float):
@@ -122,12 +147,14 @@ class BlockTrainStrategy(SingleDeviceStrategy):
         )
         outer = outer_optimizer or OuterSGD()
         self.settings = RunSettings(replicas, sync_every, interface_every, inner_state, rules, outer, network)
+        self.limits = MemberSettings(join_timeout_s, reconnect_timeout_s, on_missing_block)
         self.num_blocks = num_blocks
+        self._coordinator = coordinator
         self.parallel_devices: list[torch.device] = []
         self.num_nodes = 1
         self._layer_sync: object | None = None
         self._partition: Partition | None = None
-        self._run: SimulatedRun | None = None
+        self._run: SimulatedRun | WorkerRun | None = None
         self._guard: BlockGuard | None = None
         self._acting: Worker | None = None
         self._batch_counted = False
@@ -135,19 +162,25 @@ class BlockTrainStrategy(SingleDeviceStrategy):
         self._loaders: list[WorkerBatchLoader] = []
         self._loader_states: list[dict[str, Any]] = []
         self._last_state: dict[str, Any] | None = None
-        self._tally = Tally()
 
     # What Lightning asks before it starts.
 
     @property
     @override
     def root_device(self) -> torch.device:
-        """The one device on which all workers are simulated."""
-        return self.parallel_devices[0] if self.parallel_devices else self._root_device
+        """The device of this process's workers."""
+        devices = self.parallel_devices
+        return devices[self.local_rank % len(devices)] if devices else self._root_device
+
+    @property
+    @override
+    def is_global_zero(self) -> bool:
+        """Whether this process validates, logs and writes."""
+        return self.global_rank == 0
 
     @property
     def is_distributed(self) -> bool:
-        """Whether there is more than one process; the Tuner and the samplers ask."""
+        """False: no process waits for another inside Lightning, and the cut of the data is this strategy's own."""
         return self.world_size > 1
 
     @property
@@ -163,15 +196,22 @@ class BlockTrainStrategy(SingleDeviceStrategy):
         return self._partition
 
     @property
-    def run(self) -> SimulatedRun:
+    def run(self) -> SimulatedRun | WorkerRun:
         """The run of the fit in progress."""
         assert self._run is not None
         return self._run
 
     @property
     def num_workers(self) -> int:
-        """W, the number of simulated workers; known from ``setup`` on."""
+        """W, the number of workers; known from ``setup`` on."""
+        if self._member is not None:
+            return self._member.shard.num_workers
         return self.partition.num_blocks * self.settings.replicas
+
+    @property
+    def _member(self) -> Member | None:
+        """This process's part in a run of several; None where the workers are simulated."""
+        return self._launcher.member if isinstance(self._launcher, MemberLauncher) else None
 
     @property
     def _trainer(self) -> L.Trainer:
@@ -179,8 +219,13 @@ class BlockTrainStrategy(SingleDeviceStrategy):
         return self.lightning_module.trainer
 
     def set_world_ranks(self) -> None:
-        """Refuse a topology that one process cannot honour; Lightning calls this as the Trainer is built."""
-        refuse_topology(len(self.parallel_devices), self.num_nodes, self._layer_sync is not None)
+        """Find out which process this is, and refuse what it cannot honour; Lightning calls this in the Trainer."""
+        place = find_place(self._coordinator, len(self.parallel_devices))
+        refuse_topology(len(self.parallel_devices), self.num_nodes, self._layer_sync is not None, place.joins)
+        if not place.is_simulated:
+            refuse_simulation(self.settings.replicas, self.settings.network, self.settings.inner_state)
+            self.global_rank, self.local_rank = place.global_rank, place.local_rank
+            self._launcher = MemberLauncher(place, partial(Member, self.settings, self.limits, place))
 
     @override
     def setup(self, trainer: L.Trainer) -> None:
@@ -193,15 +238,20 @@ class BlockTrainStrategy(SingleDeviceStrategy):
             self._partition = cut(module, declared_layout(module), self.num_blocks)
             self._loaders, self._loader_states = [], []
             self._process_streams, self._last_state = [], None
+            if self._member is not None:
+                self._member.enter(trainer, module, self._partition)
         super().setup(trainer)
         if fitting:
             refuse_optimizers(self.optimizers)
             refuse_scaled_accumulation(self.precision_plugin, trainer.accumulate_grad_batches)
-            seed = torch.initial_seed() % 2**63
-            self._run = SimulatedRun(self.lightning_module, self.partition, self.settings, seed)
+            if self._member is not None:
+                self._run = self._member.make_run(self.lightning_module, self.partition)
+            else:
+                seed = torch.initial_seed() % 2**63
+                self._run = SimulatedRun(self.lightning_module, self.partition, self.settings, seed)
             self._tally = self._run.tally
             self._guard = BlockGuard(self.lightning_module, self.partition, self._run.workers.tensors)
-            self._warn_of_stale_validation(trainer)
+            warn_of_stale_validation(trainer, self.settings.sync_every)
 
     @override
     def setup_optimizers(self, trainer: L.Trainer) -> None:
@@ -215,14 +265,6 @@ class BlockTrainStrategy(SingleDeviceStrategy):
             fix = "put all parameters into one, in groups if they need different settings"
             raise MisconfigurationException(explain(rule, "several from configure_optimizers", fix)) from exc
 
-    def _warn_of_stale_validation(self, trainer: L.Trainer) -> None:
-        interval, round_batches = trainer.val_check_interval, self.settings.sync_every * trainer.accumulate_grad_batches
-        if isinstance(interval, int) and interval % round_batches and trainer.enable_validation:
-            rank_zero_warn(
-                f"val_check_interval={interval} is not a multiple of the {round_batches} batches of a round: "
-                "validation will see the masters of the last closed round, not the newest steps."
-            )
-
     @override
     def process_dataloader(self, dataloader: Any) -> Any:
         """Deal the train loader's batches out to the workers; leave the other loaders alone."""
@@ -230,8 +272,9 @@ class BlockTrainStrategy(SingleDeviceStrategy):
         if not trainer.training or self._partition is None:
             return dataloader
         progress: Any = trainer.fit_loop.epoch_loop.batch_progress
-        loader = WorkerBatchLoader(
-            dataloader, self.num_workers, lambda: 0 if progress.is_last_batch else progress.current.processed
+        shard = None if self._member is None else self._member.shard
+        loader = dealt(
+            dataloader, self.num_workers, lambda: 0 if progress.is_last_batch else progress.current.processed, shard
         )
         self._loaders.append(loader)
         if self._loader_states:
@@ -265,16 +308,21 @@ class BlockTrainStrategy(SingleDeviceStrategy):
             for worker in self.run.workers:
                 self._acting, self._batch_counted = worker, False
                 with self.run.workers.acting(worker, optimizer):
-                    checked = self._checked(closure, worker)
+                    gradients = partial(self._guard.gradients, worker.block_idx)
+                    is_scaled = getattr(self.precision_plugin, "scaler", None) is not None
+                    checked = with_finite_gradients(closure, gradients, is_scaled, self._place(worker))
                     result = checked() if accumulates else super().optimizer_step(optimizer, checked, model, **kwargs)
         finally:
             self._acting = None
         if not accumulates:
-            self.run.finish_step(last=is_last_step(trainer))
+            last = is_last_step(trainer)
+            self.run.finish_step(last)
+            if self._member is not None:
+                self._member.keep_pace(last)
         return result
 
     @override
-    def training_step(self, dealt: Any, *args: Any) -> STEP_OUTPUT:
+    def training_step(self, batches: Any, *args: Any) -> STEP_OUTPUT:
         """Return the acting worker's block-local loss on its own batch."""
         worker, guard, module = self._acting, self._guard, self.lightning_module
         assert guard is not None and module is not None
@@ -284,69 +332,41 @@ class BlockTrainStrategy(SingleDeviceStrategy):
             raise MisconfigurationException(explain(rule, "a closure that optimizer_step() called", fix))
         # Lightning passes it only where the module's training_step takes it.
         batch_idx = self._trainer.fit_loop.epoch_loop.batch_idx
-        batch = batch_of(dealt, worker.worker_id)
+        batch = batch_of(batches, worker.worker_id)
         if not self._batch_counted:  # an optimizer such as LBFGS evaluates its batch many times
             self.run.count_batch(worker, count_tokens(module, batch))
             self._batch_counted = True
         with self.precision_plugin.train_step_context(), guard.watch(worker.block_idx):
             output = cast(SupportsBlockTraining, module).block_training_step(batch, batch_idx, worker.block_idx)
         loss = output.get("loss") if isinstance(output, Mapping) else output  # Lightning says what a dict must hold
-        if isinstance(loss, Tensor) and not torch.isfinite(loss).all():
-            raise NonFiniteError(self._non_finite("the loss", f"loss={float(loss.detach()):g}", worker))
+        refuse_non_finite_loss(loss, self._place(worker))
         return output
 
-    def _checked(self, closure: Callable[[], Any], worker: Worker) -> Callable[[], Any]:
-        """Return ``closure`` followed by checks of the gradients, which stop the step before the update."""
-
-        def run() -> Any:
-            assert self._guard is not None
-            result = closure()
-            if result is None:  # the module skips this batch
-                return None
-            gradients = self._guard.gradients(worker.block_idx)
-            if getattr(self.precision_plugin, "scaler", None) is None:
-                norm = torch.nn.utils.get_total_norm(gradients)
-                if not torch.isfinite(norm):
-                    raise NonFiniteError(self._non_finite("the gradient", f"norm={float(norm):g}", worker))
-            return result
-
-        return run
-
-    def _non_finite(self, what: str, got: str, worker: Worker) -> str:
-        where = f"{got} at step {self._trainer.global_step}, block {worker.block_idx}, worker {worker.worker_id}"
-        return explain(f"{what} must be finite", where, "this worker made no update; lower the learning rate or clip")
+    def _place(self, worker: Worker) -> str:
+        return f"at step {self._trainer.global_step}, block {worker.block_idx}, worker {worker.worker_id}"
 
     @override
     def on_train_end(self) -> None:
         """Merge what a run that was stopped inside a round has not merged yet."""
-        self.run.finish()
+        if self._member is not None:
+            self._member.end()
+        else:
+            self.run.finish()
 
-    # What callbacks read, also after the fit.
+    @override
+    def on_validation_start(self) -> None:
+        """Let validation see all blocks as they are when the newest round has closed."""
+        self._assemble()
 
-    @property
-    def round_reports(self) -> Sequence[RoundReport]:
-        """The reports of the newest finished round, one per entry that closed."""
-        return self._tally.round_reports
+    @override
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """Return the weights of the assembled model."""
+        self._assemble()
+        return super().lightning_module_state_dict()
 
-    @property
-    def num_rounds_closed(self) -> int:
-        """Training rounds finished so far."""
-        return self._tally.num_rounds_closed
-
-    @property
-    def worker_steps(self) -> int:
-        """Inner optimizer steps, summed over workers."""
-        return self._tally.worker_steps
-
-    @property
-    def worker_tokens(self) -> int:
-        """Target tokens processed, summed over workers, accepted or not."""
-        return self._tally.worker_tokens
-
-    @property
-    def accepted_tokens(self) -> int:
-        """Target tokens behind the accepted block updates, summed over workers."""
-        return self._tally.accepted_tokens
+    def _assemble(self) -> None:
+        if self._run is not None:
+            self._run.assemble()
 
     # Checkpoints.
 
@@ -364,31 +384,40 @@ class BlockTrainStrategy(SingleDeviceStrategy):
         if state is not None and "optimizer_states" in checkpoint:
             # Taken out of Lightning's own place: another strategy's loaders could not take them.
             loaders = checkpoint["loops"]["fit_loop"]["state_dict"].pop("combined_loader", [])
-            checkpoint[block_checkpoint.KEY] = {**state, "loaders": loaders}
+            key = block_checkpoint.KEY if self._member is None else block_checkpoint.MEMBER_KEY
+            checkpoint[key] = {**state, "loaders": loaders}
         super().save_checkpoint(checkpoint, filepath, storage_options)
+
+    @override
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Load the masters; a run of several processes has to know the step where it starts."""
+        if self._member is not None:
+            self._member.start_step = checkpoint.get("global_step", 0)
+        super().load_model_state_dict(checkpoint, strict)
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Resume every worker; from another strategy's checkpoint each worker starts with its share of the state."""
-        saved = checkpoint.get(block_checkpoint.KEY)
-        if saved is None:
+        saved = self.run.saved_in(checkpoint)
+        if not self.run.resume(checkpoint, self.optimizers[0]):
             super().load_optimizer_state_dict(checkpoint)
             block_checkpoint.share_plain_state(self.run.workers, self.optimizers[0])
-            return
-        self.run.load_state_dict(saved, self.optimizers[0], checkpoint["optimizer_states"][0]["param_groups"])
         self._tally = self.run.tally
-        self._process_streams = saved["process_streams"]
+        self._process_streams = saved.get("process_streams", [])
         # Loaders that a schedule has asked for already, then those that are still to be made.
-        for loader, state in zip(self._loaders, saved["loaders"], strict=False):
+        loader_states = saved.get("loaders", [])
+        for loader, state in zip(self._loaders, loader_states, strict=False):
             loader.load_state_dict(state)
-        self._loader_states = list(saved["loaders"][len(self._loaders) :])
+        self._loader_states = list(loader_states[len(self._loaders) :])
 
     @override
     def on_train_start(self) -> None:
-        """Continue the process's random streams where the checkpoint left it."""
+        """Continue the process's random streams where the checkpoint left it; take up a run of several processes."""
         if self._process_streams:
             restore_process_streams(self._process_streams, self.root_device)
             self._process_streams = []
+        if self._member is not None:
+            self._member.begin()
 
     @override
     def teardown(self) -> None:
@@ -398,6 +427,8 @@ class BlockTrainStrategy(SingleDeviceStrategy):
         """
         if self._guard is not None:
             self._guard.remove()
+        if self._member is not None:
+            self._member.close()
         if self._run is not None:
             self._last_state = move_data_to_device(self._run.state_dict(), torch.device("cpu"))
             self.optimizers[0].state = self._run.workers.first_state()

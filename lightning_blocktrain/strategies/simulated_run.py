@@ -163,6 +163,9 @@ class SimulatedRun:
             self.finish_round(final=True)
         self.coordinator.flush()
 
+    def assemble(self) -> None:
+        """Do nothing: the module shows all masters whenever no worker acts."""
+
     def _update_of(self, worker: Worker, shares_interface: bool) -> WorkerRound:
         block = _pick(worker.local, self.workers.block_names[worker.block_idx])
         interface = _pick(worker.local, self.workers.interface_names) if shares_interface else None
@@ -197,6 +200,18 @@ class SimulatedRun:
             "workers": block_checkpoint.worker_states(self.workers),
             "process_streams": process_streams(self.workers.device),
         }
+
+    def saved_in(self, checkpoint: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return what a checkpoint holds of a run of simulated workers; empty if it is of none."""
+        saved: Mapping[str, Any] = checkpoint.get(block_checkpoint.KEY, {})
+        return saved
+
+    def resume(self, checkpoint: Mapping[str, Any], optimizer: Optimizer) -> bool:
+        """Continue the run that a checkpoint holds; return whether it holds one."""
+        saved = self.saved_in(checkpoint)
+        if saved:
+            self.load_state_dict(saved, optimizer, checkpoint["optimizer_states"][0]["param_groups"])
+        return bool(saved)
 
     def load_state_dict(
         self, state: Mapping[str, Any], optimizer: Optimizer, param_groups: list[dict[str, Any]]

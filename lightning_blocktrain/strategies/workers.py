@@ -56,18 +56,25 @@ class Worker:
 class SimulatedWorkers:
     """All workers of a run in front of one live module.
 
-    Worker w trains block ``w mod num_blocks``.
-
     Args:
         module: The live module; holds the masters whenever no worker acts.
         partition: Its partition.
-        replicas: Workers per block.
+        replicas: Workers per block, worker w on block ``w mod num_blocks``.
         seed: Seed of the random streams of the workers after the first.
+        block_of: Where the others live in other processes, the block of each worker of this one by id; None: all of
+            them live here.
     """
 
-    def __init__(self, module: nn.Module, partition: Partition, replicas: int, seed: int) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        partition: Partition,
+        replicas: int,
+        seed: int,
+        block_of: Mapping[int, int] | None = None,
+    ) -> None:
         self.partition = partition
-        self.tensors = _trained_tensors(module, partition)
+        self.tensors = trained_tensors(module, partition)
         self.merged = {name: tensor.detach().clone() for name, tensor in self.tensors.items()}
         self._trainable = {name for name, tensor in self.tensors.items() if tensor.requires_grad}
         self._buffer_places = [place for place in _buffer_places(module) if place[0] in self.tensors]
@@ -76,7 +83,9 @@ class SimulatedWorkers:
         self._lent = {name for name, *_ in self._buffer_places} if frozen_prefix else set()
         self.interface_names = [n for n in partition.interface_names if n in self.tensors]
         self.block_names = [[n for n in block if n in self.tensors] for block in partition.block_names]
-        self._workers = [self._new_worker(w, seed) for w in range(partition.num_blocks * replicas)]
+        if block_of is None:
+            block_of = {w: w % partition.num_blocks for w in range(partition.num_blocks * replicas)}
+        self._workers = [self._new_worker(w, block_idx, seed) for w, block_idx in block_of.items()]
         self.show_merged()
 
     @property
@@ -90,8 +99,7 @@ class SimulatedWorkers:
     def __len__(self) -> int:
         return len(self._workers)
 
-    def _new_worker(self, worker_id: int, seed: int) -> Worker:
-        block_idx = worker_id % self.partition.num_blocks
+    def _new_worker(self, worker_id: int, block_idx: int, seed: int) -> Worker:
         local = {n: self.merged[n].clone() for n in (*self.block_names[block_idx], *self.interface_names)}
         stream = torch.Generator().manual_seed((seed + 0x9E3779B97F4A7C15 * worker_id) % 2**63)
         return Worker(worker_id, block_idx, local, stream.get_state() if worker_id else None)
@@ -202,7 +210,7 @@ def fp32(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     }
 
 
-def _trained_tensors(module: nn.Module, partition: Partition) -> dict[str, Tensor]:
+def trained_tensors(module: nn.Module, partition: Partition) -> dict[str, Tensor]:
     """Return what workers train and merge: trainable parameters and persistent buffers, by name."""
     every = {*partition.interface_names, *(name for block in partition.block_names for name in block)}
     parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}

@@ -40,10 +40,46 @@ class TestBadInput:
         with pytest.raises(TypeError, match="sync_evry"):
             BlockTrainStrategy(sync_evry=3)
 
-    @pytest.mark.parametrize("topology", [{"devices": 2}, {"num_nodes": 2}, {"sync_batchnorm": True}])
-    def test_a_topology_of_several_processes_is_refused_as_the_trainer_is_built(self, make_trainer, topology):
+    @pytest.mark.parametrize("topology", [{"num_nodes": 2}, {"sync_batchnorm": True}])
+    def test_a_topology_that_no_mode_has_is_refused_as_the_trainer_is_built(self, make_trainer, topology):
         with pytest.raises(MisconfigurationException, match=next(iter(topology))):
             make_trainer(**topology)
+
+    @pytest.mark.parametrize(
+        ("options", "message"),
+        [
+            ({"replicas": 2}, "replicas is for simulated workers"),
+            ({"network": "wan"}, "network is for simulated workers"),
+            ({"inner_state": "average"}, "inner_state must be 'keep' or 'reset'"),
+        ],
+    )
+    def test_what_only_simulated_workers_have_is_refused_with_several_devices(self, make_trainer, options, message):
+        with pytest.raises(MisconfigurationException, match=message):
+            make_trainer(BlockTrainStrategy(**options), devices=2)
+
+    def test_fewer_devices_than_blocks_are_refused_before_a_process_is_started(self, make_trainer):
+        with pytest.raises(MisconfigurationException, match="devices must be at least num_blocks; got devices=2"):
+            fit(UserModule(), make_trainer(BlockTrainStrategy(num_blocks=4), devices=2))
+
+    def test_a_run_is_joined_with_its_token_and_on_one_device(self, make_trainer, monkeypatch):
+        url = "http://127.0.0.1:9"
+        with pytest.raises(ValueError, match="needs its token in the environment variable BLOCKTRAIN_TOKEN"):
+            make_trainer(BlockTrainStrategy(coordinator=url))
+        monkeypatch.setenv("BLOCKTRAIN_TOKEN", "secret")
+        with pytest.raises(MisconfigurationException, match="devices must be 1; got devices=2"):
+            make_trainer(BlockTrainStrategy(coordinator=url), devices=2)
+
+    @pytest.mark.parametrize(
+        ("option", "message"),
+        [
+            ({"join_timeout_s": 0}, "join_timeout_s must be finite and above 0; got join_timeout_s=0"),
+            ({"reconnect_timeout_s": math.inf}, "reconnect_timeout_s must be finite"),
+            ({"on_missing_block": "wait"}, "on_missing_block must be 'warn' or 'fail'"),
+        ],
+    )
+    def test_a_wrong_limit_of_waiting_is_refused_at_construction(self, option, message):
+        with pytest.raises(ValueError, match=message):
+            BlockTrainStrategy(**option)
 
     def test_num_blocks_that_do_not_divide_the_layers_are_refused(self, make_trainer):
         with pytest.raises(MisconfigurationException, match="num_blocks must divide num_layers; got num_blocks=3"):

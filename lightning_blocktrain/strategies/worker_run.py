@@ -1,0 +1,338 @@
+"""One worker's rounds over a transport: submit, wait for the close, fetch, go on.
+
+Owns what a worker does between its steps, and its counters. Knows nothing of Lightning, of processes, or of what
+carries its requests. The tensors are ``workers``': outside a step the module shows the masters as last fetched.
+
+The order in a round, ``send_round`` and then ``take_round``: its block, and its interface where that is due, are
+submitted before anything is awaited. Waiting happens in short slices, so that whoever drives the run can look up.
+"""
+
+import logging
+import time
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from lightning_utilities.core.rank_zero import rank_zero_warn
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_blocktrain.errors import (
+    RunEndedError,
+    RunFailedError,
+    SupersededError,
+    TransportError,
+    UnauthorisedError,
+    explain,
+)
+from lightning_blocktrain.partition import Partition
+from lightning_blocktrain.rounds import INTERFACE, RoundReport, Verdict, block_entry
+from lightning_blocktrain.strategies import block_checkpoint
+from lightning_blocktrain.strategies.simulated_run import RunSettings, Tally
+from lightning_blocktrain.strategies.workers import SimulatedWorkers, Worker, fp32, trained_tensors
+from lightning_blocktrain.transport import Submission, Transport, Welcome
+
+log = logging.getLogger(__name__)
+
+SLICE_S = 1.0
+"""Longest wait between two looks up."""
+MARGIN_S = 60.0
+"""What a wait may last beyond what the terms of the run explain: transfers, a coordinator that restarts."""
+
+COUNTS_OR_WAITS = (Verdict.ACCEPTED, Verdict.DUPLICATE, Verdict.LATE, Verdict.STALE)
+REFUSED_CONTENT = (Verdict.NONFINITE, Verdict.OUTLIER, Verdict.MALFORMED)
+
+
+class WorkerRun:
+    """One worker of a run whose coordinator and other workers are elsewhere.
+
+    Args:
+        module: The live module.
+        partition: Its partition.
+        settings: How to train; of it only ``sync_every`` and ``inner_state`` are the worker's own business.
+        worker_id: Which worker.
+        block_idx: The block it trains.
+        seed: Of the run, for the worker's random stream.
+        assembles: Whether the module is to show all blocks' masters; else those that the worker's loss reads.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        partition: Partition,
+        settings: RunSettings,
+        worker_id: int,
+        block_idx: int,
+        seed: int,
+        assembles: bool = False,
+    ) -> None:
+        self.settings = settings
+        self.partition = partition
+        self.tally = Tally()
+        self.steps_in_round = 0
+        self.ended = False
+        """Whether the run is over: nothing that this worker does would count."""
+        self.workers = SimulatedWorkers(module, partition, 0, seed, {worker_id: block_idx})
+        [self.worker] = self.workers
+        self.entry = block_entry(block_idx)
+        self._names = {block_entry(b): names for b, names in enumerate(self.workers.block_names)}
+        if self.workers.interface_names:
+            self._names[INTERFACE] = self.workers.interface_names
+        others = range(partition.num_blocks) if assembles else _prefix(partition, block_idx)
+        self._watched = [block_entry(b) for b in others if b != block_idx]
+        self._assembles = assembles
+        self._versions: dict[str, int] = {}
+        self._sent_interface = False
+        self._line: Transport | None = None
+        self._look_up: Callable[[], None] = _nothing
+
+    @property
+    def masters(self) -> dict[str, dict[str, Tensor]]:
+        """Copies of the masters by entry, as the module shows them; floating ones in fp32."""
+        return {entry: fp32({n: self.workers.merged[n] for n in names}) for entry, names in self._names.items()}
+
+    @property
+    def version(self) -> int:
+        """Rounds of its block that were closed before the one it is in."""
+        return self._versions.get(self.entry, 0)
+
+    @property
+    def first_step(self) -> int:
+        """Inner steps of a worker that has missed none, when the round began that this worker is in."""
+        return self.version * self.settings.sync_every
+
+    def begin(self, line: Transport, welcome: Welcome, look_up: Callable[[], None] | None = None) -> None:
+        """Start from the run's masters; the worker has joined.
+
+        Args:
+            line: To the coordinator, until ``finish``; the caller closes it.
+            welcome: What the coordinator answered to the join.
+            look_up: Called at least once per ``SLICE_S`` of waiting; what it raises ends the wait.
+        """
+        self._line, self._welcome = line, welcome
+        self._look_up = look_up or _nothing
+        for entry in self._names if self._assembles else {self.entry, INTERFACE, *self._watched} & self._names.keys():
+            self._receive(entry, -1, SLICE_S)
+        self.workers.fetch(self.worker, interface_too=True)
+
+    def count_batch(self, worker: Worker, num_tokens: int) -> None:
+        """Count a batch that the worker has trained on."""
+        worker.num_tokens += num_tokens
+        self.tally.worker_tokens += num_tokens
+
+    def finish_step(self, last: bool) -> None:
+        """Count one inner step; finish the round if it is full or the worker stops here."""
+        self.worker.num_steps += 1
+        self.worker.gradients = {}
+        self.tally.worker_steps += 1
+        self.steps_in_round += 1
+        if (last or self.steps_in_round == self.settings.sync_every) and not self.ended:
+            self.finish_round()
+            if last:
+                self.assemble()
+
+    def finish_round(self) -> None:
+        """Submit the replica, wait until the round has closed, and go on from its result."""
+        self.send_round()
+        self.take_round()
+
+    def send_round(self) -> None:
+        """Submit the block, and the interface if its turn has come."""
+        self._sent_interface = INTERFACE in self._names and self._welcome.terms.interface_due(self.version)
+        for entry in (self.entry, INTERFACE) if self._sent_interface else (self.entry,):
+            self._submit(entry)
+
+    def take_round(self) -> None:
+        """Wait until what was submitted has become a new version, and start from that."""
+        self._receive(self.entry, self.version, self._patience_s)
+        wait_s = self._patience_s if self._sent_interface else 0.0
+        # Who was late may have missed a merge of the interface that was not due in its own round.
+        took_interface = INTERFACE in self._names and self._receive(INTERFACE, self._versions[INTERFACE], wait_s)
+        for entry in self._watched:
+            self._receive(entry, self._versions.get(entry, -1), 0.0)
+        self.workers.fetch(self.worker, interface_too=took_interface)
+        self.workers.renew_optimizer_states(self.settings.inner_state, interface_too=took_interface)
+        self.worker.num_steps = self.worker.num_tokens = self.steps_in_round = 0
+        self.tally.num_rounds_closed += 1
+        if self._assembles:
+            self._count_rounds()
+
+    def assemble(self) -> None:
+        """Wait until the module shows every watched block as it was, or newer, when this worker's round began."""
+        if self._line is None:
+            return
+        for entry in self._watched:
+            seen = self._versions.get(entry, -1)
+            if seen < self.version and not self._receive(entry, self.version - 1, self._patience_s):
+                log.warning("%s is still at version %d: its workers lag behind", entry, seen)
+
+    def finish(self) -> None:
+        """Merge what a worker that was stopped inside a round has not merged yet."""
+        if self.steps_in_round and not self.ended and self._line is not None:
+            self.finish_round()
+            self.assemble()
+
+    def detach(self) -> None:
+        """Ask the coordinator nothing more."""
+        self._line = None
+
+    # Requests
+
+    def _submit(self, entry: str) -> None:
+        assert self._line is not None
+        if self.ended:
+            return
+        submission = Submission(
+            base_version=self._versions[entry],
+            num_steps=self.worker.num_steps,
+            num_tokens=self.worker.num_tokens,
+            tensors=fp32({name: self.worker.local[name] for name in self._names[entry]}),
+        )
+        try:
+            receipt = self._line.submit(entry, submission)
+        except RunFailedError:
+            raise
+        except RunEndedError as exc:
+            self._end(exc)
+            return
+        log.debug("%s of worker %d: %s", entry, self.worker.worker_id, receipt)
+        if receipt.verdict is Verdict.SUPERSEDED:
+            raise SupersededError(receipt.reason)
+        if receipt.verdict is Verdict.UNAUTHORISED:
+            raise UnauthorisedError(receipt.reason)
+        if receipt.verdict in REFUSED_CONTENT:
+            rank_zero_warn(f"An update of {entry} does not count ({receipt.verdict}): {receipt.reason}")
+        if receipt.verdict is Verdict.NONFINITE:
+            self.worker.optimizer_state.clear()  # what made the update may be in there
+        if receipt.verdict not in COUNTS_OR_WAITS + REFUSED_CONTENT:
+            raise TransportError(f"The coordinator answered {receipt.verdict}, which this worker does not know.")
+
+    def _receive(self, entry: str, newer_than: int, wait_s: float) -> bool:
+        """Load an entry's newest version as soon as it is newer; return whether there was one in time."""
+        assert self._line is not None
+        ends_at = time.monotonic() + wait_s
+        while True:
+            left_s = max(0.0, ends_at - time.monotonic())
+            try:
+                fetched = self._line.fetch(entry, newer_than, min(left_s, SLICE_S))
+            except RunFailedError:
+                raise
+            except RunEndedError as exc:
+                self._end(exc)
+                return False
+            if fetched is not None:
+                self.workers.load_masters(fetched.params)
+                self._versions[entry] = fetched.version
+                return True
+            if left_s <= 0:
+                if wait_s == self._patience_s and entry in (self.entry, INTERFACE):
+                    self._refuse_silence(entry, wait_s)
+                return False
+            self._look_up()
+
+    def _end(self, exc: RunEndedError) -> None:
+        if not self.ended:
+            log.info("worker %d stops: %s", self.worker.worker_id, exc)
+        self.ended = True
+
+    @property
+    def _patience_s(self) -> float:
+        # A round closes by its deadline once it is open. It opens when all have joined and, where the interface is
+        # due, when the slowest block has come as far.
+        terms = self._welcome.terms
+        return terms.join_timeout_s + (terms.interface_every + 2) * terms.rules.deadline_s + MARGIN_S
+
+    def _refuse_silence(self, entry: str, waited_s: float) -> None:
+        got = f"entry={entry}, version={self._versions[entry]}, waited_s={waited_s:g}"
+        raise TransportError(explain("a round must close by its deadline", got, "look at the coordinator's status"))
+
+    # Counters
+
+    def _count_rounds(self) -> None:
+        """Take the reports of the newest rounds from the coordinator; what it does not tell is nan or empty."""
+        assert self._line is not None
+        entries: Mapping[str, Any] = self._line.status().get("entries", {})
+        blocks = [entry for entry in entries if entry != INTERFACE]
+        self.tally.accepted_tokens = sum(entries[entry]["accepted_tokens"] for entry in blocks)
+        shown = [*blocks, INTERFACE] if self._sent_interface else blocks
+        closed = {entry: entries[entry]["last_round"] for entry in shown if entries[entry]["last_round"]}
+        self.tally.round_reports = [report_of(entry, values) for entry, values in closed.items()]
+
+    # State
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the worker's own state; tensors, dicts, lists, str, int, float and None only."""
+        return {
+            "shape": self._shape(),
+            "tally": self.tally.state_dict(),
+            "workers": block_checkpoint.worker_states(self.workers),
+        }
+
+    def _shape(self) -> dict[str, Any]:
+        return {"num_blocks": self.partition.num_blocks, "num_layers": len(self.partition.layout.layers)}
+
+    def saved_in(self, checkpoint: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return what a checkpoint holds of a run in rounds, whether of simulated workers or of processes."""
+        saved: Mapping[str, Any] = checkpoint.get(block_checkpoint.MEMBER_KEY) or checkpoint.get(
+            block_checkpoint.KEY, {}
+        )
+        return {name: value for name, value in saved.items() if name != "process_streams"}
+
+    def resume(self, checkpoint: Mapping[str, Any], optimizer: Optimizer) -> bool:
+        """Continue as the worker of this block and replica in a checkpoint; return whether it holds that one.
+
+        Raises:
+            CheckpointMismatchError: If the blocks were others.
+        """
+        kept = self.saved_in(checkpoint)
+        saved = kept.get("workers", {})
+        if saved:
+            block_checkpoint.refuse_other_shape(kept["shape"], self._shape())
+        if block_checkpoint.worker_key(self.workers, self.worker) not in saved:
+            return False
+        groups = checkpoint["optimizer_states"][0]["param_groups"]
+        block_checkpoint.load_worker_states(self.workers, optimizer, groups, saved)
+        self.worker.num_steps = self.worker.num_tokens = 0  # the round it was in is not this run's
+        return True
+
+
+def masters_of(module: nn.Module, partition: Partition) -> dict[str, dict[str, Tensor]]:
+    """Return copies of a module's tensors as the masters of a run, by entry; floating ones in fp32."""
+    tensors = trained_tensors(module, partition)
+    names = {block_entry(b): block for b, block in enumerate(partition.block_names)}
+    entries = {**names, INTERFACE: partition.interface_names}
+    masters = {entry: fp32({n: tensors[n] for n in kept if n in tensors}) for entry, kept in entries.items()}
+    return {entry: kept for entry, kept in masters.items() if kept or entry != INTERFACE}
+
+
+def report_of(entry: str, values: Mapping[str, Any]) -> RoundReport:
+    """Return the report of a closed round as far as a coordinator's status tells it.
+
+    Not told are the verdicts of the round, the mean length of its updates, and its steps and tokens.
+    """
+    answered = {*values["accepted"], *values["refused"], *values["missing"]}
+    return RoundReport(
+        entry=entry,
+        round_idx=values["round_idx"],
+        version=values["round_idx"] + 1,
+        expected=tuple(sorted(answered)),
+        accepted=tuple(values["accepted"]),
+        refused=tuple(values["refused"]),
+        missing=tuple(values["missing"]),
+        counts={Verdict.ACCEPTED: len(values["accepted"])},
+        merged=values["merged"],
+        note=values["note"],
+        accepted_tokens=0,
+        accepted_steps=0,
+        mean_delta_norm=float("nan"),
+        merged_delta_norm=values["merged_delta_norm"],
+        opened_at=0.0,
+        closed_at=values["took_s"],
+    )
+
+
+def _prefix(partition: Partition, block_idx: int) -> Iterable[int]:
+    return range(block_idx) if partition.layout.prefix == "frozen" else ()
+
+
+def _nothing() -> None:
+    """Look at nothing."""

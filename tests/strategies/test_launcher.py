@@ -1,0 +1,242 @@
+"""Several processes of one script: what they do to each other, and what is left of them."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from lightning_blocktrain.coordinator.desk import Desk
+from lightning_blocktrain.strategies import launcher
+from lightning_blocktrain.strategies.launcher import Fleet, again, find_place, threads_for
+from tests.transport.lines import RUN, TOKEN, served
+
+ROOT = Path(__file__).parents[2]
+on_request = pytest.mark.skipif(
+    not os.environ.get("BLOCKTRAIN_FLEET_TESTS"), reason="several minutes of processes: set BLOCKTRAIN_FLEET_TESTS=1"
+)
+SCRIPT = Path(__file__).with_name("fleet_script.py")
+TIMEOUT_S = 240.0
+END_WITHIN_S = 20.0
+"""From the death of rank 0 to the end of all others; the product takes 2 s, a crowded machine more."""
+
+
+class Ran:
+    """A script that has ended, and all that it had started."""
+
+    def __init__(self, folder: Path, code: int, output: str) -> None:
+        self.folder, self.code, self.output = folder, code, output
+        self.results = [json.loads(line[7:]) for line in output.splitlines() if line.startswith("RESULT ")]
+
+    def seen(self, rank: int) -> dict[str, Any]:
+        return json.loads((self.folder / f"seen{rank}").read_text())
+
+
+def environment(folder: Path, **more: str) -> dict[str, str]:
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("BLOCKTRAIN")}
+    return {**kept, "OMP_NUM_THREADS": "1", "TMPDIR": str(folder), "PYTHONPATH": str(ROOT), **more}
+
+
+@pytest.fixture
+def run_script(tmp_path: Path) -> Callable[..., Ran]:
+    def run(*options: str) -> Ran:
+        command = [sys.executable, str(SCRIPT), str(tmp_path), *options]
+        done = subprocess.Popen(
+            command,
+            cwd=tmp_path,
+            env=environment(tmp_path),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        code = done.wait(TIMEOUT_S)
+        psutil.wait_procs(processes_of(tmp_path), timeout=END_WITHIN_S)
+        left = processes_of(tmp_path)
+        for process in left:
+            process.kill()
+        assert left == []
+        assert list(tmp_path.glob("blocktrain-*")) == []  # the coordinator's state
+        assert done.stdout is not None
+        return Ran(tmp_path, code, done.stdout.read())
+
+    return run
+
+
+def processes_of(folder: Path) -> list[psutil.Process]:
+    """Return the processes whose temporary files go to this test's folder."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if process.environ().get("TMPDIR") == str(folder) and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+        except psutil.Error:
+            continue
+    return found
+
+
+@pytest.mark.slow
+@on_request
+def test_several_devices_equal_the_simulator_bit_for_bit_and_only_rank_0_writes(run_script: Any) -> None:
+    [simulated] = run_script("--devices", "1", "--replicas", "2").results
+    ran = run_script("--devices", "4")
+    assert ran.code == 0, ran.output
+    [result] = ran.results
+    for name in ("digest", "checkpoint", "val", "step", "rounds", "accepted_tokens"):
+        assert result[name] == simulated[name], name
+    assert result["threads"] == []
+    pids = {(ran.folder / f"pid{rank}").read_text() for rank in range(4)}
+    assert len(pids) == 4
+    first = ran.seen(0)
+    assert first["hooks"] == ["checkpoint", "validation"]
+    for rank in range(1, 4):
+        other = ran.seen(rank)
+        assert (other["hooks"], other["loggers"]) == ([], ["DummyLogger"])
+        assert other["callbacks"] == ["Report", "Fault"]
+        assert (other["step"], other["lr"], other["flags"]) == (first["step"], first["lr"], True)
+    assert len(list((ran.folder / "lightning_logs").iterdir())) == 2  # one of each run
+
+
+@pytest.mark.slow
+@on_request
+def test_second_fit_of_a_script_has_processes_of_its_own(run_script: Any) -> None:
+    ran = run_script("--devices", "2", "--fits", "2")
+    assert ran.code == 0, ran.output
+    assert [result["step"] for result in ran.results] == [16, 16]
+    assert ran.results[0]["digest"] != ran.results[1]["digest"]
+
+
+@pytest.mark.slow
+@on_request
+def test_scenario_1_worker_that_is_killed_is_named_and_the_run_goes_on(run_script: Any) -> None:
+    ran = run_script("--devices", "4", "--fault", "worker", "--deadline-s", "8")
+    assert ran.code == 0, ran.output
+    assert "Worker 2 (block 0) ended with exit code -9; the run goes on without it" in ran.output
+    assert "block0 round 2 closed without workers [2]" in ran.output
+    [result] = ran.results
+    assert (result["step"], result["rounds"]) == (8, 4)
+    assert result["accepted_tokens"] == 320 - 40  # two rounds of two batches of two windows of five targets
+
+
+@pytest.mark.slow
+@on_request
+def test_scenario_7_coordinator_that_is_killed_comes_back_and_nothing_is_lost(run_script: Any) -> None:
+    [undisturbed] = run_script("--devices", "1").results
+    ran = run_script("--devices", "2", "--fault", "coordinator")
+    assert ran.code == 0, ran.output
+    assert "The coordinator ended with exit code -9; restart 1 of 3" in ran.output
+    assert ran.results[0]["digest"] == undisturbed["digest"]
+
+
+@pytest.mark.slow
+@on_request
+@pytest.mark.parametrize(
+    ("fault", "code", "said"),
+    [
+        ("sigint", 1, "KeyboardInterrupt"),
+        ("sigterm", 128 + signal.SIGTERM, ""),
+        ("sigkill", -signal.SIGKILL, ""),
+        ("raise", 1, "the user's own fault"),
+    ],
+)
+def test_scenario_11_end_of_rank_0_ends_all(run_script: Any, fault: str, code: int, said: str) -> None:
+    ran = run_script("--devices", "2", "--fault", fault)
+    assert ran.code == code, ran.output
+    assert said in ran.output
+    assert ran.results == []
+
+
+@pytest.mark.slow
+@on_request
+def test_scenario_12_worker_that_never_joins_fails_the_fit_with_its_traceback(run_script: Any) -> None:
+    ran = run_script("--devices", "2", "--fault", "import")
+    assert ran.code == 1
+    assert "ImportError: no such thing in a worker" in ran.output
+    assert "every worker must live until the first round; got rank 1 (block 1): exit code 1" in ran.output
+
+
+@pytest.mark.slow
+@on_request
+def test_processes_that_join_by_url_found_the_run_and_train_it_to_its_end(tmp_path: Path) -> None:
+    desk = Desk(RUN, TOKEN)
+    with served(desk) as server:
+        told = {"BLOCKTRAIN_COORDINATOR": server.url, "BLOCKTRAIN_TOKEN": TOKEN, "BLOCKTRAIN_RUN_ID": RUN}
+        workers = [
+            subprocess.Popen(
+                [sys.executable, str(SCRIPT), str(tmp_path), "--devices", "1"],
+                env=environment(tmp_path, **told),
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+            )
+            for _ in range(2)
+        ]
+        outputs = [worker.communicate(timeout=TIMEOUT_S)[0] for worker in workers]
+        service = desk.service
+    assert [worker.returncode for worker in workers] == [0, 0], outputs
+    assert [member.block_idx for member in service.membership.members] == [0, 1]
+    assert service.versions["block0"] == service.versions["block1"] >= 4
+    assert service.roster.live == ()
+    assert not (tmp_path / "lightning_logs").exists()  # both are headless
+
+
+def test_again_is_the_command_this_process_was_started_with(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "orig_argv", ["python3", "-X", "dev", "train.py", "--lr", "1"])
+    monkeypatch.setattr(sys, "argv", ["changed"])
+    assert again() == [sys.executable, "-X", "dev", "train.py", "--lr", "1"]
+
+
+@pytest.mark.parametrize("command", [["python3"], ["python3", "-"]])
+def test_again_without_a_file_is_refused(monkeypatch: pytest.MonkeyPatch, command: list[str]) -> None:
+    monkeypatch.setattr(sys, "orig_argv", command)
+    with pytest.raises(RuntimeError, match="several workers need a script that can be run again"):
+        again()
+
+
+def test_threads_for_shares_the_cores() -> None:
+    cores = len(os.sched_getaffinity(0))
+    assert threads_for(1) == cores
+    assert threads_for(10 * cores) == 1
+
+
+def test_find_place_of_a_started_worker_takes_what_it_was_told_out_of_the_environment(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    told = {"RANK": "3", "FIT_IDX": "1", "COORDINATOR": "http://h:1", "RUN_ID": "r", "TOKEN": "secret"}
+    for name, value in told.items():
+        monkeypatch.setenv(f"BLOCKTRAIN_{name}", value)
+    monkeypatch.setenv("BLOCKTRAIN_PARENT", str(os.getppid()))
+    monkeypatch.setattr(launcher, "_told", [])
+    watched: list[int] = []
+    monkeypatch.setattr(launcher, "end_with_parent", watched.append)
+    place = find_place(None, devices=6)
+    assert (place.num_workers, place.global_rank, place.local_rank, place.joins) == (None, 3, 3, False)
+    assert watched == [os.getppid()]
+    assert not [name for name in os.environ if name.startswith("BLOCKTRAIN_")]
+    assert "secret" not in repr(place)
+
+
+@pytest.mark.parametrize(
+    ("devices", "url", "expected"),
+    [(1, None, (None, True, False, 0)), (6, None, (6, False, False, 0)), (1, "http://h:1", (None, False, True, 1))],
+)
+def test_find_place_of_a_process_that_nobody_started(
+    monkeypatch: pytest.MonkeyPatch, devices: int, url: str | None, expected: tuple[Any, ...]
+) -> None:
+    monkeypatch.setenv("BLOCKTRAIN_TOKEN", "secret")
+    monkeypatch.delenv("BLOCKTRAIN_COORDINATOR", raising=False)
+    monkeypatch.setattr(launcher, "_told", [])
+    place = find_place(url, devices)
+    assert (place.num_workers, place.is_simulated, place.joins, place.global_rank) == expected
+
+
+def test_fleet_without_processes_ends_any_number_of_times() -> None:
+    fleet = Fleet()
+    fleet.end()
+    fleet.end()
+    assert fleet.newly_dead() == {}

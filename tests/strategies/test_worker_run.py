@@ -1,0 +1,284 @@
+"""One worker's rounds over a transport in memory, driven without Lightning and without processes."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_blocktrain.coordinator.desk import Desk
+from lightning_blocktrain.errors import SupersededError, TransportError
+from lightning_blocktrain.partition import partition as cut
+from lightning_blocktrain.rounds import INTERFACE, OuterSGD, RoundRules, Verdict
+from lightning_blocktrain.strategies import worker_run
+from lightning_blocktrain.strategies.block_guard import declared_layout
+from lightning_blocktrain.strategies.simulated_run import RunSettings, SimulatedRun
+from lightning_blocktrain.strategies.worker_run import WorkerRun, masters_of
+from lightning_blocktrain.transport import RunTerms, WorkerFacts
+from lightning_blocktrain.transport.memory import MemoryHub, MemoryTransport
+from tests.strategies.conftest import UserModule, assert_same, seeded
+
+BLOCKS, REPLICAS, SYNC_EVERY, SEED = 3, 2, 2, 11
+RULES = RoundRules(deadline_s=50.0)
+OUTER = OuterSGD(0.7, 0.9)
+
+
+class ThreeBlocks(UserModule):
+    """Three layers in three blocks, with dropout, so that the workers' random streams matter."""
+
+    prefix = "none"
+
+    def __init__(self) -> None:
+        super().__init__(num_layers=3, dropout=0.2)
+
+    def configure_blocks(self) -> Mapping[str, Any]:
+        return {**super().configure_blocks(), "prefix": self.prefix}
+
+    def block_loss(self, batch: list[Tensor], block_idx: int) -> Tensor:
+        return self._loss(batch, self.layers[block_idx : block_idx + 1])
+
+
+class OnFrozenPrefix(ThreeBlocks):
+    """The same, each block on top of the blocks before it."""
+
+    prefix = "frozen"
+
+    def block_loss(self, batch: list[Tensor], block_idx: int) -> Tensor:
+        return self._loss(batch, self.layers[: block_idx + 1])
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def settings(**changes: Any) -> RunSettings:
+    given: dict[str, Any] = {
+        "replicas": 1,
+        "sync_every": SYNC_EVERY,
+        "interface_every": 1,
+        "inner_state": "keep",
+        "rules": RULES,
+        "outer_optimizer": OUTER,
+        "network": "lockstep",
+    }
+    return RunSettings(**{**given, **changes})
+
+
+def terms(num_workers: int | None, **changes: Any) -> RunTerms:
+    given: dict[str, Any] = {"num_blocks": BLOCKS, "sync_every": SYNC_EVERY, "rules": RULES, "outer": OUTER}
+    return RunTerms(**{**given, "num_workers": num_workers, **changes})
+
+
+class Fleet:
+    """Workers in one process, each with a module of its own, as they would be in processes of their own."""
+
+    def __init__(
+        self,
+        block_of: Sequence[int],
+        make: type[ThreeBlocks] = ThreeBlocks,
+        look_up: Callable[[], None] | None = None,
+        **changes: Any,
+    ) -> None:
+        self.clock = Clock()
+        self.hub = MemoryHub(Desk("run", "token"), self.clock)
+        self.modules = [seeded(make) for _ in block_of]
+        self.cut = cut(self.modules[0], declared_layout(self.modules[0]), BLOCKS)
+        self.terms = terms(len(block_of), **changes)
+        self.optimizers, self.runs, self.lines = [], [], []
+        founder = MemoryTransport(self.hub, "run", "token")
+        founder.found(self.terms, masters_of(self.modules[0], self.cut))
+        for worker_id, module in enumerate(self.modules):
+            line = MemoryTransport(self.hub, "run", "token")
+            welcome = line.join(WorkerFacts(worker_id, block_of[worker_id]))
+            parts = cut(module, declared_layout(module), BLOCKS)
+            run = WorkerRun(module, parts, settings(), worker_id, welcome.block_idx, SEED, assembles=worker_id == 0)
+            run.begin(line, welcome, look_up)
+            self.optimizers.append(torch.optim.AdamW(module.parameters(), lr=0.05))
+            self.runs.append(run)
+            self.lines.append(line)
+
+    def step(self, worker_id: int, batch: list[Tensor]) -> None:
+        """Take one inner step, without what ends a round."""
+        run = self.runs[worker_id]
+        learn(self.modules[worker_id], run.workers, run.worker, self.optimizers[worker_id], batch)
+        run.count_batch(run.worker, batch[1].numel())
+        run.worker.num_steps += 1
+        run.steps_in_round += 1
+
+    @property
+    def ledgers(self) -> Any:
+        return self.hub.desk.service.ledgers
+
+    def masters(self) -> dict[str, Tensor]:
+        return {name: tensor for ledger in self.ledgers.values() for name, tensor in ledger.master.items()}
+
+
+def learn(module: ThreeBlocks, workers: Any, worker: Any, optimizer: torch.optim.Optimizer, batch: Any) -> None:
+    with workers.acting(worker, optimizer):
+        optimizer.zero_grad()
+        module.block_loss(batch, worker.block_idx).backward()
+        optimizer.step()
+        worker.gradients = {}
+
+
+def batches(num: int) -> Iterator[list[Tensor]]:
+    generator = torch.Generator().manual_seed(2)
+    for _ in range(num):
+        text = torch.randint(16, (2, 6), generator=generator)
+        yield [text[:, :-1], text[:, 1:]]
+
+
+@pytest.mark.parametrize(("make", "interface_every"), [(ThreeBlocks, 1), (ThreeBlocks, 2), (OnFrozenPrefix, 1)])
+def test_worker_run_lockstep_equals_the_simulator_bit_for_bit(make: type[ThreeBlocks], interface_every: int) -> None:
+    num_workers, num_rounds = BLOCKS * REPLICAS, 4
+    data = list(batches(num_workers * SYNC_EVERY * num_rounds))
+
+    module = seeded(make)
+    optimizer = torch.optim.AdamW(module.parameters(), lr=0.05)
+    parts = cut(module, declared_layout(module), BLOCKS)
+    simulated = SimulatedRun(module, parts, settings(replicas=REPLICAS, interface_every=interface_every), SEED)
+    torch.manual_seed(4)
+    for step in range(SYNC_EVERY * num_rounds):
+        for worker in simulated.workers:
+            batch = data[step * num_workers + worker.worker_id]
+            learn(module, simulated.workers, worker, optimizer, batch)
+            simulated.count_batch(worker, batch[1].numel())
+        simulated.finish_step(last=step + 1 == SYNC_EVERY * num_rounds)
+
+    fleet = Fleet(
+        [w % BLOCKS for w in range(num_workers)], make, interface_every=interface_every, max_rounds=num_rounds
+    )
+    torch.manual_seed(4)
+    for step in range(SYNC_EVERY * num_rounds):
+        for w in range(num_workers):
+            fleet.step(w, data[step * num_workers + w])
+        if (step + 1) % SYNC_EVERY == 0:
+            for run in fleet.runs:
+                run.send_round()
+            for run in fleet.runs:
+                run.take_round()
+    fleet.runs[0].assemble()
+
+    expected = {name: tensor for entry in simulated.coordinator.masters.values() for name, tensor in entry.items()}
+    assert_same(fleet.masters(), expected)
+    assert_same(dict(fleet.modules[0].state_dict()), dict(module.state_dict()))
+    assert fleet.runs[0].tally.accepted_tokens == simulated.tally.accepted_tokens
+    assert fleet.runs[0].tally.num_rounds_closed == num_rounds
+
+
+def test_worker_run_masters_of_a_module_are_every_tensor_once() -> None:
+    module = seeded(ThreeBlocks)
+    masters = masters_of(module, cut(module, declared_layout(module), BLOCKS))
+    assert list(masters) == ["block0", "block1", "block2", INTERFACE]
+    names = [name for entry in masters.values() for name in entry]
+    assert sorted(names) == sorted(module.state_dict())
+
+
+def test_worker_run_holds_optimizer_state_of_its_block_and_the_interface_only() -> None:
+    fleet = Fleet([0, 1, 2])
+    [batch] = batches(1)
+    fleet.step(1, batch)
+    names = {name: name.split(".")[:2] for name in fleet.runs[1].workers.named_state(fleet.runs[1].worker)}
+    assert {"embed.weight", "readout.weight", "layers.1.linear.weight"} <= names.keys()
+    assert {parts[1] for parts in names.values() if parts[0] == "layers"} == {"1"}
+    assert all(parameter.requires_grad for parameter in fleet.modules[1].parameters())
+
+
+def test_worker_run_starts_from_the_runs_masters_whatever_its_seed_was() -> None:
+    fleet = Fleet([0, 1, 2])
+    torch.manual_seed(99)
+    other = ThreeBlocks()
+    line = MemoryTransport(fleet.hub, "run", "token")
+    welcome = line.join(WorkerFacts(3, 1))
+    run = WorkerRun(other, cut(other, declared_layout(other), BLOCKS), settings(), 3, 1, SEED)
+    run.begin(line, welcome)
+    for entry in ("block1", INTERFACE):
+        master = fleet.ledgers[entry].master
+        assert_same({name: run.worker.local[name] for name in master}, master)
+
+
+def test_worker_run_that_is_late_goes_on_from_the_newest_version_and_counts_its_steps() -> None:
+    fleet = Fleet([0, 0, 1, 2])
+    data = batches(20)
+    for w in (0, 2, 3):
+        fleet.step(w, next(data))
+        fleet.runs[w].send_round()
+    fleet.step(1, next(data))
+    fleet.clock.now += RULES.deadline_s + 1
+    for w in (0, 2, 3):
+        fleet.runs[w].take_round()
+    late = fleet.runs[1]
+    late.send_round()
+    late.take_round()
+    assert late.version == 1 and late.first_step == SYNC_EVERY
+    assert late.steps_in_round == late.worker.num_steps == 0
+    master = fleet.ledgers["block0"].master
+    assert_same({name: late.worker.local[name] for name in master}, master)
+    assert fleet.hub.desk.service.counts["block0", Verdict.LATE] == 1
+
+
+def test_worker_run_ends_quietly_when_the_run_is_stopped() -> None:
+    fleet = Fleet([0, 1, 2])
+    [batch] = batches(1)
+    fleet.step(1, batch)
+    before = {name: tensor.clone() for name, tensor in fleet.runs[1].worker.local.items()}
+    fleet.lines[0].stop("enough")
+    fleet.runs[1].finish_step(last=True)
+    assert fleet.runs[1].ended
+    assert before.keys() == fleet.runs[1].worker.local.keys()
+
+
+def test_worker_run_sends_what_a_stop_inside_a_round_left() -> None:
+    fleet = Fleet([0, 1, 2], max_rounds=1)
+    for w, batch in enumerate(batches(3)):
+        fleet.step(w, batch)
+    for run in fleet.runs[1:]:
+        run.send_round()
+    fleet.runs[0].finish()
+    assert fleet.ledgers["block0"].version == 1
+    assert fleet.hub.desk.service.reports[0].accepted_steps == 1
+    fleet.runs[0].finish()
+    assert fleet.ledgers["block0"].version == 1
+
+
+def test_worker_run_whose_place_was_taken_fails() -> None:
+    fleet = Fleet([0, 1, 2])
+    MemoryTransport(fleet.hub, "run", "token").join(WorkerFacts(1, 1))
+    [batch] = batches(1)
+    fleet.step(1, batch)
+    with pytest.raises(SupersededError, match="worker 1"):
+        fleet.runs[1].send_round()
+
+
+def test_worker_run_refused_update_is_told_and_the_worker_starts_anew() -> None:
+    fleet = Fleet([0, 1, 2])
+    for w, batch in enumerate(batches(3)):
+        fleet.step(w, batch)
+    run = fleet.runs[1]
+    run.worker.local["layers.1.linear.bias"].fill_(float("nan"))
+    with pytest.warns(UserWarning, match="block1 does not count .nonfinite"):
+        run.send_round()
+    assert not run.worker.optimizer_state
+    for other in (fleet.runs[0], fleet.runs[2]):
+        other.send_round()
+    run.take_round()
+    assert run.version == 1
+    assert torch.isfinite(run.worker.local["layers.1.linear.bias"]).all()
+
+
+def test_worker_run_a_round_that_never_closes_is_an_error_not_a_hang(monkeypatch: pytest.MonkeyPatch) -> None:
+    looks: list[int] = []
+    fleet = Fleet([0, 1, 2], look_up=lambda: looks.append(1))
+    [batch] = batches(1)
+    fleet.step(0, batch)
+    monkeypatch.setattr(WorkerRun, "_patience_s", 0.05)
+    monkeypatch.setattr(worker_run, "SLICE_S", 0.01)
+    fleet.runs[0].send_round()
+    with pytest.raises(TransportError, match="a round must close by its deadline; got entry=interface, version=0"):
+        fleet.runs[0].take_round()
+    assert looks
