@@ -18,6 +18,7 @@ import os
 import statistics
 import subprocess
 import sys
+import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -106,11 +107,12 @@ class Runner:
         environment = {key: value for key, value in os.environ.items() if key not in ("OMP_NUM_THREADS",)}
         if wait_policy:
             environment["OMP_WAIT_POLICY"] = wait_policy
+        self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115  closed in __exit__
         self._process = subprocess.Popen(
             [sys.executable, "-m", "benchmarks.pipeline_arms"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
+            stderr=self._errors,
             text=True,
             env=environment,
         )
@@ -122,13 +124,16 @@ class Runner:
             RuntimeError: If one failed.
         """
         assert self._process.stdin is not None and self._process.stdout is not None
+        names = ", ".join(arm["name"] for arm in arms)
+        print(f"running {names}", file=sys.stderr, flush=True)
         self._process.stdin.write(json.dumps(arms) + "\n")
         self._process.stdin.flush()
         line = self._process.stdout.readline()
-        records: list[dict[str, Any]] = json.loads(line) if line else [{"error": "the runner ended"}]
+        records: list[dict[str, Any]] = json.loads(line) if line else [{"name": names, "error": "its process ended"}]
         for record in records:
             if "error" in record:
-                raise RuntimeError(f"arm {record.get('name')}: {record['error']}")
+                self._errors.seek(0)
+                raise RuntimeError(f"arm {record['name']}: {record['error']}\n{self._errors.read()[-2000:]}")
         return records
 
     def __enter__(self) -> Self:
@@ -145,6 +150,7 @@ class Runner:
             self._process.kill()
         self._process.wait()
         self._process.stdout.close()
+        self._errors.close()
 
 
 def best_of_bp(shape: Shape, cores: int) -> dict[str, Any]:
@@ -227,8 +233,8 @@ def _method_summary(
     result = {
         "tokens_per_s": median("tokens_per_s"),
         "ratio_vs_bp": ratio.ratio,
-        "ratio_low": ratio.low,
-        "ratio_high": ratio.high,
+        "ratio_low": ratio.low if len(pairs) > 1 else None,
+        "ratio_high": ratio.high if len(pairs) > 1 else None,
         "threads": threads,
         "ratio_per_thread": ratio.ratio / (threads / bp_threads),
         "fraction_of_limit": statistics.median(
@@ -283,7 +289,8 @@ def print_table(report: dict[str, Any]) -> None:
         table.add_column(column, justify="right")
     for name, row in report["methods"].items():
         cells = [form.format(row[key]) if row.get(key) is not None else "-" for key, form in COLUMNS.values()]
-        cells[1] += f" ({row['ratio_low']:.2f}-{row['ratio_high']:.2f})"
+        if row["ratio_low"] is not None:
+            cells[1] += f" ({row['ratio_low']:.2f}-{row['ratio_high']:.2f})"
         table.add_row(name, *cells)
     Console(width=170).print(table)
     if report["bp"]["swept"]:

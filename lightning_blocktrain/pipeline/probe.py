@@ -1,6 +1,8 @@
 """A trial run of the stage hooks on one batch, before any stage learns: what does not fit is refused here."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from inspect import signature
 from typing import Any
 
 import lightning as L
@@ -34,8 +36,20 @@ def probe(module: L.LightningModule, batch: Any, context: Context) -> int:
             for idx, layer in enumerate(layout.layers):
                 hidden = _run(idx, layer, hidden, keywords)
                 largest = max(largest, payload_bytes(hidden))
-            _check_loss(alias.stage_loss(layout.readout(hidden), batch))
+            with _told("readout and stage_loss"):
+                output = alias.stage_loss(layout.readout(hidden), batch)
+            _check_loss(output)
     return largest
+
+
+@contextmanager
+def _told(where: str) -> Iterator[None]:
+    """Say in an error of the user's own code where the trial run of the first batch met it."""
+    try:
+        yield
+    except Exception as exc:
+        exc.add_note(f"In the trial run of the first batch: {where}.")
+        raise
 
 
 def _one_tensor(what: str, output: Any) -> Tensor:
@@ -64,10 +78,12 @@ def _keywords(alias: Any, batch: Any, hidden: Tensor) -> Mapping[str, Any]:
 def _run(idx: int, layer: nn.Module, hidden: Tensor, keywords: Mapping[str, Any]) -> Tensor:
     what = f"layer {idx} ({type(layer).__name__})"
     try:
-        output = layer(hidden, **keywords)
+        signature(layer.forward).bind(hidden, **keywords)
     except TypeError as exc:
         rule = f"{what} must take one tensor and the keywords of stage_kwargs"
         raise MisconfigurationException(explain(rule, str(exc), "give what else it needs in stage_kwargs")) from exc
+    with _told(f"{what}, on a hidden state of shape {tuple(hidden.shape)}"):
+        output = layer(hidden, **keywords)
     return _one_tensor(what, output[0] if isinstance(output, tuple) and output else output)
 
 

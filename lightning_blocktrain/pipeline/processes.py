@@ -293,7 +293,10 @@ class ProcessPipeline(Pipeline):
         dead = [idx for idx, process in enumerate(self._processes) if not process.is_alive()]
         dead.sort(key=lambda idx: self._processes[idx].exitcode == 0)
         process = self._processes[dead[0]]
-        cause = RuntimeError(f"its process {process.pid} ended with exit code {process.exitcode}")
+        text = f"its process {process.pid} ended with exit code {process.exitcode}"
+        if not any(account.wall_s for account in self._accounts):  # no stage has got as far as a report
+            text += "; its traceback is above; a script needs if __name__ == '__main__': and must be a file"
+        cause = RuntimeError(text)
         return FailureReport(dead[0], self.num_steps, cause)
 
     @override

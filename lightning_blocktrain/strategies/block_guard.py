@@ -1,8 +1,7 @@
 """What ``blocktrain`` refuses: unsupported Trainers and modules, and losses that reach beyond their block."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from inspect import signature
 from typing import Any
 
 import lightning as L
@@ -11,14 +10,14 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.plugins.precision import Precision
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from lightning_blocktrain.errors import explain
 from lightning_blocktrain.partition import Partition, as_layout
-from lightning_blocktrain.protocols import BlockLayout, SupportsBlocks, SupportsBlockTraining
+from lightning_blocktrain.protocols import BlockLayout, SupportsBlocks
+from lightning_blocktrain.strategies.contract import CONFIGURE_BLOCKS, refuse_module
 
 HOOKS = {
-    "configure_blocks": ("configure_blocks(self)", 'returns {"layers": self.layers, "readout": self.readout}'),
+    "configure_blocks": CONFIGURE_BLOCKS,
     "block_training_step": (
         "block_training_step(self, batch, batch_idx, block_idx)",
         "returns a loss that reaches block block_idx and the parameters outside the blocks only",
@@ -32,22 +31,8 @@ def declared_layout(module: L.LightningModule) -> BlockLayout:
     Raises:
         MisconfigurationException: If it lacks a hook, optimises by hand or is compiled as a whole.
     """
-    for hook, (form, meaning) in HOOKS.items():
-        if not callable(getattr(module, hook, None)):
-            rule = f"strategy='blocktrain' needs a LightningModule with {form}, which {meaning}"
-            raise MisconfigurationException(explain(rule, f"{type(module).__name__} without {hook}", "define it"))
-    assert isinstance(module, SupportsBlocks) and isinstance(module, SupportsBlockTraining)
-    if not module.automatic_optimization:
-        rule = "blocktrain needs automatic optimization: every worker takes its own optimizer step"
-        raise MisconfigurationException(explain(rule, "automatic_optimization=False", "remove that line"))
-    if "dataloader_iter" in signature(module.training_step).parameters:
-        rule = "blocktrain deals single batches to its workers: training_step must take batch"
-        fix = "define training_step(self, batch, batch_idx)"
-        raise MisconfigurationException(explain(rule, "training_step(self, dataloader_iter)", fix))
-    if getattr(module, "_compiler_ctx", None) is not None:
-        rule = "blocktrain cannot train a LightningModule that was compiled as a whole"
-        fix = "compile the layers instead: torch.compile each entry of the ModuleList"
-        raise MisconfigurationException(explain(rule, "torch.compile(module)", fix))
+    refuse_module(module, HOOKS, "blocktrain")
+    assert isinstance(module, SupportsBlocks)
     return as_layout(module.configure_blocks())
 
 
@@ -88,20 +73,6 @@ def refuse_simulation(replicas: int, network: object, inner_state: str) -> None:
     if inner_state == "average":
         rule = "inner_state must be 'keep' or 'reset' where the workers are processes: optimizer states do not travel"
         raise MisconfigurationException(explain(rule, "inner_state='average'", "choose one"))
-
-
-def refuse_optimizers(optimizers: Sequence[Optimizer]) -> None:
-    """Refuse anything but one optimizer that holds parameters.
-
-    Raises:
-        MisconfigurationException: If ``configure_optimizers`` gave none, several, or an empty one.
-    """
-    num_filled = sum(any(group["params"] for group in optimizer.param_groups) for optimizer in optimizers)
-    if len(optimizers) != 1 or num_filled != 1:
-        rule = "blocktrain needs exactly one automatic optimizer, with the parameters of all blocks"
-        raise MisconfigurationException(
-            explain(rule, f"configure_optimizers gave {num_filled}", "put all parameters into one")
-        )
 
 
 def refuse_scaled_accumulation(precision: Precision, accumulate_grad_batches: int) -> None:

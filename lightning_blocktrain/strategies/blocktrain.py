@@ -40,12 +40,12 @@ from lightning_blocktrain.strategies import block_checkpoint
 from lightning_blocktrain.strategies.block_guard import (
     BlockGuard,
     declared_layout,
-    refuse_optimizers,
     refuse_scaled_accumulation,
     refuse_simulation,
     refuse_topology,
     warn_of_stale_validation,
 )
+from lightning_blocktrain.strategies.contract import refuse_optimizers, refusing_several_optimizers
 from lightning_blocktrain.strategies.finite import refuse_non_finite_loss, with_finite_gradients
 from lightning_blocktrain.strategies.headless import MemberLauncher
 from lightning_blocktrain.strategies.launcher import find_place
@@ -242,7 +242,7 @@ class BlockTrainStrategy(RoundCounters, SingleDeviceStrategy):
                 self._member.enter(trainer, module, self._partition)
         super().setup(trainer)
         if fitting:
-            refuse_optimizers(self.optimizers)
+            refuse_optimizers(self.optimizers, self.strategy_name)
             refuse_scaled_accumulation(self.precision_plugin, trainer.accumulate_grad_batches)
             if self._member is not None:
                 self._run = self._member.make_run(self.lightning_module, self.partition)
@@ -255,15 +255,9 @@ class BlockTrainStrategy(RoundCounters, SingleDeviceStrategy):
 
     @override
     def setup_optimizers(self, trainer: L.Trainer) -> None:
-        """Build the user's optimizer; several are refused in our words: Lightning's advice does not help here."""
-        try:
+        """Build the user's optimizer; refuse several."""
+        with refusing_several_optimizers(self.strategy_name):
             super().setup_optimizers(trainer)
-        except RuntimeError as exc:
-            if "multiple optimizers" not in str(exc):
-                raise
-            rule = "blocktrain needs exactly one automatic optimizer, with the parameters of all blocks"
-            fix = "put all parameters into one, in groups if they need different settings"
-            raise MisconfigurationException(explain(rule, "several from configure_optimizers", fix)) from exc
 
     @override
     def process_dataloader(self, dataloader: Any) -> Any:

@@ -34,14 +34,14 @@ from lightning_blocktrain.pipeline.settings import Backend, Lag, Mode, PipelineS
 from lightning_blocktrain.pipeline.split import StageCut
 from lightning_blocktrain.pipeline.stage import Method
 from lightning_blocktrain.strategies.batch_log import BatchLog, DoneBatch, num_samples_or_1
+from lightning_blocktrain.strategies.contract import refuse_optimizers, refusing_several_optimizers
 from lightning_blocktrain.strategies.pipeline_run import PipelineRun
 from lightning_blocktrain.strategies.progress import is_last_step
 from lightning_blocktrain.strategies.stage_guard import (
     asked_stages,
     num_groups,
     refuse_callbacks,
-    refuse_count,
-    refuse_optimizer,
+    refuse_closures,
     refuse_precision,
     refuse_trainer,
     stage_layout,
@@ -192,7 +192,8 @@ class BoundedHorizonStrategy(SingleDeviceStrategy):
         refuse_precision(self.precision_plugin, self.settings)
         refuse_callbacks(trainer.callbacks, self.settings)  # type: ignore[attr-defined]
         super().setup(trainer)
-        refuse_optimizer(self.optimizers)
+        refuse_optimizers(self.optimizers, self.strategy_name)
+        refuse_closures(self.optimizers[0])
         context = self.precision_plugin.train_step_context
         if self._run is not None:  # Lightning skips the teardown where a callback fails in ``on_exception``
             self._run.close()
@@ -201,13 +202,9 @@ class BoundedHorizonStrategy(SingleDeviceStrategy):
 
     @override
     def setup_optimizers(self, trainer: L.Trainer) -> None:
-        """Build the user's optimizer; several are refused in our words: Lightning's advice does not help here."""
-        try:
+        """Build the user's optimizer; refuse several."""
+        with refusing_several_optimizers(self.strategy_name):
             super().setup_optimizers(trainer)
-        except RuntimeError as exc:
-            if "multiple optimizers" not in str(exc):
-                raise
-            refuse_count("several")
 
     # One step.
 

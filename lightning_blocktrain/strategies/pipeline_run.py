@@ -75,11 +75,6 @@ class PipelineRun:
             rank_zero_warn(f"{len(sizes)} stages share {num_cores()} cores: they take turns on them.")
 
     @property
-    def num_stages(self) -> int:
-        """Stages that report on a batch."""
-        return 1 if self._num_groups else self.cut.num_stages
-
-    @property
     def accounts(self) -> tuple[TimeAccount, ...]:
         """The newest time account of each stage; empty before the first batch."""
         return self._pipeline.accounts if self._pipeline is not None else ()

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from inspect import Parameter, signature
-from typing import Any, NoReturn
+from typing import Any
 
 import lightning as L
 import torch
@@ -17,9 +17,10 @@ from lightning_blocktrain.partition import as_layout, default_num_blocks, diviso
 from lightning_blocktrain.pipeline.settings import PipelineSettings, num_cores
 from lightning_blocktrain.pipeline.split import even_sizes
 from lightning_blocktrain.protocols import BlockLayout
+from lightning_blocktrain.strategies.contract import CONFIGURE_BLOCKS, missing_hooks, refuse_module
 
 HOOKS = {
-    "configure_blocks": ("configure_blocks(self)", 'returns {"layers": self.layers, "readout": self.readout}'),
+    "configure_blocks": CONFIGURE_BLOCKS,
     "stage_embed": ("stage_embed(self, batch)", "returns the hidden state before the first layer"),
     "stage_loss": ("stage_loss(self, logits, batch)", "returns the loss of what the readout gave"),
 }
@@ -54,23 +55,10 @@ def stage_layout(module: L.LightningModule) -> BlockLayout:
         MisconfigurationException: If it lacks a hook, optimises by hand, is compiled as a whole, or overrides a hook
             that stages do not call.
     """
-    missing = [hook for hook in HOOKS if not callable(getattr(module, hook, None))]
-    if missing == ["stage_embed", "stage_loss"] and _has_separate_blocks(module):
+    if missing_hooks(module, HOOKS) == ["stage_embed", "stage_loss"] and _has_separate_blocks(module):
         rule = "stages learn from one another's features, and the blocks of this module have inputs of their own"
         raise MisconfigurationException(explain(rule, type(module).__name__, "use strategy='blocktrain'"))
-    for hook in missing:
-        form, meaning = HOOKS[hook]
-        rule = f"stages need a LightningModule with {form}, which {meaning}"
-        raise MisconfigurationException(explain(rule, f"{type(module).__name__} without {hook}", "define it"))
-    if not module.automatic_optimization:
-        rule = "stages need automatic optimization: each takes its own optimizer steps"
-        raise MisconfigurationException(explain(rule, "automatic_optimization=False", "remove that line"))
-    if "dataloader_iter" in signature(module.training_step).parameters:
-        rule = "stages are given single batches: training_step must take batch"
-        raise MisconfigurationException(explain(rule, "training_step(self, dataloader_iter)", "take batch, batch_idx"))
-    if getattr(module, "_compiler_ctx", None) is not None:
-        rule = "a LightningModule that was compiled as a whole cannot be cut into stages"
-        raise MisconfigurationException(explain(rule, "torch.compile(module)", "compile the layers instead"))
+    refuse_module(module, HOOKS, "rgc")
     for hook, why in IGNORED_OVERRIDES.items():
         if getattr(type(module), hook) is not getattr(L.LightningModule, hook):
             raise MisconfigurationException(explain(f"{hook} must not be overridden: {why}", hook, "remove it"))
@@ -81,8 +69,6 @@ def stage_layout(module: L.LightningModule) -> BlockLayout:
 
 
 def _has_separate_blocks(module: Any) -> bool:
-    if not callable(getattr(module, "configure_blocks", None)):
-        return False
     return as_layout(module.configure_blocks()).prefix == "none" and hasattr(module, "block_training_step")
 
 
@@ -154,34 +140,16 @@ def num_groups(settings: PipelineSettings, devices: int) -> int:
     return settings.num_stages or (devices if devices > 1 else min(4, num_cores()))
 
 
-def refuse_optimizer(optimizers: Sequence[Optimizer]) -> None:
-    """Refuse anything but one optimizer that steps without a closure.
+def refuse_closures(optimizer: Optimizer) -> None:
+    """Refuse an optimizer that steps with a closure only.
 
     Raises:
-        MisconfigurationException: Saying what was given.
+        MisconfigurationException: Naming it.
     """
-    num_filled = sum(any(group["params"] for group in optimizer.param_groups) for optimizer in optimizers)
-    if len(optimizers) != 1 or num_filled != 1:
-        refuse_count(str(num_filled))
-    optimizer = optimizers[0]
     closure = signature(type(optimizer).step).parameters.get("closure")
     if closure is not None and closure.default is Parameter.empty:
         rule = "a stage's optimizer must step without a closure"
         raise MisconfigurationException(explain(rule, type(optimizer).__name__, "use for example AdamW"))
-
-
-def refuse_count(given: str) -> NoReturn:
-    """Refuse a number of optimizers other than one.
-
-    Args:
-        given: How many ``configure_optimizers`` gave.
-
-    Raises:
-        MisconfigurationException: Always.
-    """
-    rule = "stages need exactly one automatic optimizer, with the parameters of all layers"
-    fix = "put all parameters into one, in groups if they need different settings"
-    raise MisconfigurationException(explain(rule, f"configure_optimizers gave {given}", fix))
 
 
 def refuse_precision(precision: Precision, settings: PipelineSettings) -> None:

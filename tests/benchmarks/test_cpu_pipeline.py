@@ -58,6 +58,23 @@ def test_summary_parts_of_the_speed_up_multiply_to_the_ratio_of_step_times() -> 
     assert rgc["closure_error"] == 0.002
 
 
+def test_summary_of_one_round_has_no_interval_and_is_strict_json() -> None:
+    methods = summary(two_rounds()[:1], quick_shape(), bp_threads=2, cores=2)
+    assert methods["rgc"]["ratio_low"] is None and methods["rgc"]["ratio_high"] is None
+    json.dumps(methods, allow_nan=False)
+
+
+def test_runner_that_ends_names_its_arm_and_shows_what_it_wrote(monkeypatch: pytest.MonkeyPatch) -> None:
+    code = ["sh", "-c", "read line; echo out of luck >&2; exit 3"]
+    start = cpu_pipeline.subprocess.Popen
+    monkeypatch.setattr(cpu_pipeline.subprocess, "Popen", lambda command, **options: start(code, **options))
+    with (
+        cpu_pipeline.Runner() as runner,
+        pytest.raises(RuntimeError, match=r"(?s)arm bp: its process ended.*out of luck"),
+    ):
+        runner.run([quick_shape().arm("bp", 1)])
+
+
 def test_summary_run_beside_foreign_work_is_not_called_idle() -> None:
     rounds = two_rounds()
     rounds[1][1]["foreign_cpu_frac"] = 0.05

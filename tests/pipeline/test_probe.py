@@ -82,6 +82,34 @@ def test_layer_that_returns_a_tuple_is_let_pass():
     assert probed(tiny(layers=[Pair(), Pair()])) == 320  # 4 x 3 x 6 float32, aligned
 
 
+def test_error_inside_a_layer_stays_what_it_is_and_names_the_layer():
+    class Broken(Layer):
+        def forward(self, hidden):
+            return hidden + len(3)
+
+    with pytest.raises(TypeError, match="has no len") as caught:
+        probed(tiny(layers=[Layer(), Broken()]))
+    assert caught.value.__notes__ == [
+        f"In the trial run of the first batch: layer 1 (Broken), on a hidden state of shape (4, 3, {WIDTH})."
+    ]
+
+
+def test_layer_that_changes_the_width_is_told_by_the_next():
+    with pytest.raises(RuntimeError) as caught:
+        probed(tiny(layers=[nn.Linear(WIDTH, 2 * WIDTH), Layer()]))
+    assert f"layer 1 (Layer), on a hidden state of shape (4, 3, {2 * WIDTH})" in caught.value.__notes__[0]
+
+
+def test_readout_that_does_not_fit_is_named():
+    class Odd(Tiny):
+        def configure_blocks(self):
+            return {"layers": self.layers, "readout": self.embed}
+
+    with pytest.raises(RuntimeError) as caught:
+        probed(Odd([Layer()]))
+    assert "readout and stage_loss" in caught.value.__notes__[0]
+
+
 def test_embedding_that_returns_something_else_is_refused():
     class Odd(Tiny):
         def stage_embed(self, batch):

@@ -152,7 +152,7 @@ class TestBadInput:
             def training_step(self, dataloader_iter):
                 return super().training_step(next(dataloader_iter)[0], 0)
 
-        with pytest.raises(MisconfigurationException, match="deals single batches"):
+        with pytest.raises(MisconfigurationException, match="deals out single batches"):
             fit(Iterating(), make_trainer())
 
     @pytest.mark.parametrize(("scaler", "batches"), [(object(), 1), (None, 4)])
@@ -177,7 +177,7 @@ class TestBadInput:
                 return [torch.optim.SGD(self.embed.parameters(), 0.1), torch.optim.SGD(self.layers.parameters(), 0.1)]
 
         with pytest.raises(
-            MisconfigurationException, match="got several from configure_optimizers; put all parameters"
+            MisconfigurationException, match="got configure_optimizers gave several; put all parameters"
         ):
             fit(Two(), make_trainer())
 

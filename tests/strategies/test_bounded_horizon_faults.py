@@ -253,3 +253,15 @@ class TestDriver:
         assert "Detected KeyboardInterrupt" in err and "Traceback" not in err
         assert alive == []
         assert shared_memory(process.pid) == []
+
+
+@pytest.mark.slow  # a fresh interpreter, a fork server, and a stage that begins the script once more
+def test_script_without_a_main_guard_is_told_what_it_needs(tmp_path):
+    guarded = SCRIPT.replace('if __name__ == "__main__":', "if True:")
+    path = tmp_path / "script.py"
+    path.write_text(guarded)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, str(path), "processes", str(tmp_path)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 1
+    assert "a script needs if __name__ == '__main__':" in done.stderr.splitlines()[-1]

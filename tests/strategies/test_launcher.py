@@ -18,9 +18,6 @@ from lightning_blocktrain.strategies.launcher import Fleet, again, find_place, t
 from tests.transport.lines import RUN, TOKEN, served
 
 ROOT = Path(__file__).parents[2]
-on_request = pytest.mark.skipif(
-    not os.environ.get("BLOCKTRAIN_FLEET_TESTS"), reason="several minutes of processes: set BLOCKTRAIN_FLEET_TESTS=1"
-)
 SCRIPT = Path(__file__).with_name("fleet_script.py")
 TIMEOUT_S = 240.0
 END_WITHIN_S = 20.0
@@ -47,23 +44,21 @@ def environment(folder: Path, **more: str) -> dict[str, str]:
 def run_script(tmp_path: Path) -> Callable[..., Ran]:
     def run(*options: str) -> Ran:
         command = [sys.executable, str(SCRIPT), str(tmp_path), *options]
-        done = subprocess.Popen(
-            command,
-            cwd=tmp_path,
-            env=environment(tmp_path),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        code = done.wait(TIMEOUT_S)
-        psutil.wait_procs(processes_of(tmp_path), timeout=END_WITHIN_S)
-        left = processes_of(tmp_path)
-        for process in left:
-            process.kill()
+        path = tmp_path / "output"  # a pipe that nobody reads would fill up
+        with path.open("w") as output:
+            done = subprocess.Popen(
+                command, cwd=tmp_path, env=environment(tmp_path), stdout=output, stderr=subprocess.STDOUT
+            )
+        try:
+            code = done.wait(TIMEOUT_S)
+            psutil.wait_procs(processes_of(tmp_path), timeout=END_WITHIN_S)
+        finally:
+            left = processes_of(tmp_path)
+            for process in left:
+                process.kill()
         assert left == []
         assert list(tmp_path.glob("blocktrain-*")) == []  # the coordinator's state
-        assert done.stdout is not None
-        return Ran(tmp_path, code, done.stdout.read())
+        return Ran(tmp_path, code, path.read_text())
 
     return run
 
@@ -81,7 +76,6 @@ def processes_of(folder: Path) -> list[psutil.Process]:
 
 
 @pytest.mark.slow
-@on_request
 def test_several_devices_equal_the_simulator_bit_for_bit_and_only_rank_0_writes(run_script: Any) -> None:
     [simulated] = run_script("--devices", "1", "--replicas", "2").results
     ran = run_script("--devices", "4")
@@ -103,7 +97,6 @@ def test_several_devices_equal_the_simulator_bit_for_bit_and_only_rank_0_writes(
 
 
 @pytest.mark.slow
-@on_request
 def test_second_fit_of_a_script_has_processes_of_its_own(run_script: Any) -> None:
     ran = run_script("--devices", "2", "--fits", "2")
     assert ran.code == 0, ran.output
@@ -112,7 +105,6 @@ def test_second_fit_of_a_script_has_processes_of_its_own(run_script: Any) -> Non
 
 
 @pytest.mark.slow
-@on_request
 def test_scenario_1_worker_that_is_killed_is_named_and_the_run_goes_on(run_script: Any) -> None:
     ran = run_script("--devices", "4", "--fault", "worker", "--deadline-s", "8")
     assert ran.code == 0, ran.output
@@ -124,7 +116,6 @@ def test_scenario_1_worker_that_is_killed_is_named_and_the_run_goes_on(run_scrip
 
 
 @pytest.mark.slow
-@on_request
 def test_scenario_7_coordinator_that_is_killed_comes_back_and_nothing_is_lost(run_script: Any) -> None:
     [undisturbed] = run_script("--devices", "1").results
     ran = run_script("--devices", "2", "--fault", "coordinator")
@@ -134,7 +125,6 @@ def test_scenario_7_coordinator_that_is_killed_comes_back_and_nothing_is_lost(ru
 
 
 @pytest.mark.slow
-@on_request
 @pytest.mark.parametrize(
     ("fault", "code", "said"),
     [
@@ -152,7 +142,6 @@ def test_scenario_11_end_of_rank_0_ends_all(run_script: Any, fault: str, code: i
 
 
 @pytest.mark.slow
-@on_request
 def test_scenario_12_worker_that_never_joins_fails_the_fit_with_its_traceback(run_script: Any) -> None:
     ran = run_script("--devices", "2", "--fault", "import")
     assert ran.code == 1
@@ -161,7 +150,6 @@ def test_scenario_12_worker_that_never_joins_fails_the_fit_with_its_traceback(ru
 
 
 @pytest.mark.slow
-@on_request
 def test_processes_that_join_by_url_found_the_run_and_train_it_to_its_end(tmp_path: Path) -> None:
     desk = Desk(RUN, TOKEN)
     with served(desk) as server:

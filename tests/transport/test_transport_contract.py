@@ -470,7 +470,10 @@ def test_close_twice_is_harmless_and_ends_the_line(line: Line) -> None:
 
 
 def test_close_before_first_use_is_harmless(line: Line) -> None:
-    line.open().close()
+    transport = line.open()
+    transport.close()
+    with pytest.raises(TransportError, match="The transport is closed"):
+        transport.status()
 
 
 RULES_DEADLINE = 1000.0
