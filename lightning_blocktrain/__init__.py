@@ -14,6 +14,7 @@ from lightning_blocktrain.models import ByteTransformer, DiffusionBlocks
 from lightning_blocktrain.protocols import BlockLayout
 from lightning_blocktrain.registration import register_strategies
 from lightning_blocktrain.rounds import OuterSGD
+from lightning_blocktrain.rounds.codecs import Codec
 from lightning_blocktrain.strategies import BlockTrainStrategy, BoundedHorizonStrategy
 
 register_strategies()
@@ -26,6 +27,7 @@ __all__ = [
     "BoundedHorizonStrategy",
     "ByteDataModule",
     "ByteTransformer",
+    "Codec",
     "DiffusionBlocks",
     "ExitEvaluation",
     "ExitScore",

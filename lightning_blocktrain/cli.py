@@ -1,4 +1,4 @@
-"""The ``blocktrain`` command: demo, fit, evaluate, generate.
+"""The ``blocktrain`` command: demo, fit, evaluate, generate, and what is around a run of several machines.
 
 Owns arguments, exit codes and what a terminal shows. ``fit``, ``validate``, ``test`` and ``predict`` are Lightning's
 own command line with this package's strategies, models and data already imported.
@@ -7,7 +7,6 @@ Exit codes: 0; 2 for input that is wrong, said in one line on standard error; 13
 """
 
 import argparse
-import math
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -15,6 +14,8 @@ from typing import Any
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
+from lightning_blocktrain.cli_options import at_least_0, at_least_1, command, temperature
+from lightning_blocktrain.cli_runs import add_run_commands
 from lightning_blocktrain.errors import BlockTrainError, CheckpointMismatchError, explain
 
 LIGHTNING_COMMANDS = {
@@ -32,6 +33,8 @@ EXAMPLES = """examples:
   blocktrain fit --config run.yaml
   blocktrain evaluate demo_out/diffusion_blocks.ckpt
   blocktrain generate demo_out/byte_transformer.ckpt --prompt 'Return the ' --num-bytes 200
+  blocktrain coordinator --state run1
+  blocktrain status http://127.0.0.1:29410
 """
 
 CONFIG_EXAMPLE = """a config file for --config, with options of the strategy:
@@ -113,22 +116,12 @@ def build_parser() -> argparse.ArgumentParser:
         commands.add_parser(name, help=text, add_help=False)
     _add_evaluate(commands)
     _add_generate(commands)
-    return parser
-
-
-def _command(commands: Any, name: str, summary: str, description: str, epilog: str) -> argparse.ArgumentParser:
-    parser: argparse.ArgumentParser = commands.add_parser(
-        name,
-        help=summary,
-        description=description,
-        epilog=epilog,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    add_run_commands(commands)
     return parser
 
 
 def _add_demo(commands: Any) -> None:
-    demo = _command(
+    demo = command(
         commands,
         "demo",
         "compare block training with end-to-end training, offline, in minutes",
@@ -142,12 +135,12 @@ def _add_demo(commands: Any) -> None:
     )
     _add_corpus(demo)
     demo.add_argument("--out", type=Path, default=Path("demo_out"), help="directory to write to (default: demo_out)")
-    demo.add_argument("--seed", type=_at_least_0, default=0, help="seed of every run (default: 0)")
+    demo.add_argument("--seed", type=at_least_0, default=0, help="seed of every run (default: 0)")
     demo.set_defaults(run=run_demo_command)
 
 
 def _add_evaluate(commands: Any) -> None:
-    evaluate = _command(
+    evaluate = command(
         commands,
         "evaluate",
         "bits per byte of a checkpoint, and all sweep quantities of DiffusionBlocks",
@@ -158,18 +151,18 @@ def _add_evaluate(commands: Any) -> None:
     _add_corpus(evaluate)
     evaluate.add_argument("--split", choices=["val", "test"], default="test", help="which split (default: test)")
     evaluate.add_argument(
-        "--num-windows", type=_at_least_1, default=64, help="windows, spread evenly over the split (default: 64)"
+        "--num-windows", type=at_least_1, default=64, help="windows, spread evenly over the split (default: 64)"
     )
-    evaluate.add_argument("--batch-size", type=_at_least_1, default=16, help="windows per batch (default: 16)")
+    evaluate.add_argument("--batch-size", type=at_least_1, default=16, help="windows per batch (default: 16)")
     evaluate.add_argument(
-        "--num-draws", type=_at_least_1, help="K, draws of the starting noise, DiffusionBlocks only (default: 16)"
+        "--num-draws", type=at_least_1, help="K, draws of the starting noise, DiffusionBlocks only (default: 16)"
     )
-    evaluate.add_argument("--seed", type=_at_least_0, help="seed of the noise, DiffusionBlocks only (default: 0)")
+    evaluate.add_argument("--seed", type=at_least_0, help="seed of the noise, DiffusionBlocks only (default: 0)")
     evaluate.set_defaults(run=run_evaluate)
 
 
 def _add_generate(commands: Any) -> None:
-    generate = _command(
+    generate = command(
         commands,
         "generate",
         "continue a text with a checkpoint",
@@ -179,13 +172,13 @@ def _add_generate(commands: Any) -> None:
     )
     generate.add_argument("checkpoint", metavar="CKPT", type=Path, help="checkpoint file")
     generate.add_argument("--prompt", required=True, help="text to continue; empty counts as a line break")
-    generate.add_argument("--num-bytes", type=_at_least_1, default=200, help="bytes to add (default: 200)")
+    generate.add_argument("--num-bytes", type=at_least_1, default=200, help="bytes to add (default: 200)")
     generate.add_argument(
-        "--chunk-bytes", type=_at_least_1, help="bytes decided per sweep, DiffusionBlocks only (default: 1)"
+        "--chunk-bytes", type=at_least_1, help="bytes decided per sweep, DiffusionBlocks only (default: 1)"
     )
-    generate.add_argument("--sweeps", type=_at_least_1, help="sweeps per chunk, DiffusionBlocks only (default: 1)")
-    generate.add_argument("--temperature", type=_temperature, default=1.0, help="0 is greedy (default: 1)")
-    generate.add_argument("--seed", type=_at_least_0, default=0, help="the same seed gives the same bytes (default: 0)")
+    generate.add_argument("--sweeps", type=at_least_1, help="sweeps per chunk, DiffusionBlocks only (default: 1)")
+    generate.add_argument("--temperature", type=temperature, default=1.0, help="0 is greedy (default: 1)")
+    generate.add_argument("--seed", type=at_least_0, default=0, help="the same seed gives the same bytes (default: 0)")
     generate.set_defaults(run=run_generate)
 
 
@@ -195,30 +188,6 @@ def _add_corpus(parser: argparse.ArgumentParser) -> None:
         default="python-docs",
         help="a named corpus, or a file, directory or quoted glob pattern (default: python-docs)",
     )
-
-
-def _at_least_0(text: str) -> int:
-    return _whole_number(text, 0)
-
-
-def _at_least_1(text: str) -> int:
-    return _whole_number(text, 1)
-
-
-def _whole_number(text: str, minimum: int) -> int:
-    if not text.isascii() or not text.isdecimal() or not minimum <= int(text) < 2**63:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least {minimum}")
-    return int(text)
-
-
-def _temperature(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not 0 <= value < math.inf:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of at least 0")
-    return value
 
 
 def run_demo_command(options: argparse.Namespace) -> int:

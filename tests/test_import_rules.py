@@ -15,6 +15,7 @@ ROOT = Path(lightning_blocktrain.__file__).parent
 
 LEVELS = {
     "errors.py": 0,
+    "heap.py": 0,
     "protocols.py": 0,
     "partition.py": 1,
     "edm.py": 1,
@@ -31,6 +32,9 @@ LEVELS = {
     "registration.py": 4,
     "demo/": 4,
     "cli.py": 4,
+    "cli_options.py": 4,
+    "cli_runs.py": 4,
+    "cli_status.py": 4,
     "__init__.py": 4,
 }
 """Level of each file at the top, and of all files in each folder."""

@@ -37,6 +37,7 @@ block index, ``{s}`` a stage index, ``{K}`` a number of draws.
 | ``rounds/participation`` | expected block workers that were accepted / all of them, this round | ratio |
 | ``rounds/accepted`` | block updates accepted in this round | count |
 | ``rounds/merged`` | blocks that a merge moved in this round | count |
+| ``rounds/stale`` | workers of whom late work was merged in this round | count |
 | ``rounds/late`` | block updates too late for their round, since the previous close | count |
 | ``rounds/missing`` | expected block workers that gave no answer to the round | count |
 | ``rounds/refused/<verdict>`` | block updates refused with this verdict (below) | count |
@@ -47,6 +48,7 @@ block index, ``{s}`` a stage index, ``{K}`` a number of draws.
 | ``rounds/interface/not_accepted`` | interface updates that were late or refused | count |
 | ``blocktrain/worker_steps`` | inner optimizer steps so far, all workers | count |
 | ``blocktrain/worker_tokens`` | tokens processed so far, all workers | count |
+| ``blocktrain/sent_bytes`` | bytes of the updates sent so far by this process's workers, as encoded | bytes |
 | ``blocktrain/accepted_tokens`` | tokens of the block updates that were merged so far | count |
 | ``pipeline/busy_frac/stage{s}`` | forward and backward passes / wall time of the stage, validation left out | ratio |
 | ``pipeline/wait_in_frac/stage{s}`` | waiting for a batch, a snapshot or gradients / wall time | ratio |

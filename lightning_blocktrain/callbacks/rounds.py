@@ -18,6 +18,9 @@ from lightning_blocktrain.rounds.verdicts import INTERFACE, RoundReport, Verdict
 REFUSALS = tuple(verdict for verdict in Verdict if verdict not in (Verdict.ACCEPTED, Verdict.LATE))
 """Verdicts that turn an update away for good; ``accepted`` and ``late`` are counted apart."""
 
+WORK = ("accepted_tokens", "worker_steps", "worker_tokens", "sent_bytes")
+"""Counters of a strategy that are logged under ``blocktrain/``."""
+
 
 @runtime_checkable
 class ReportsRounds(Protocol):
@@ -48,6 +51,11 @@ class ReportsRounds(Protocol):
         """Tokens processed, accepted or not, summed over workers."""
         ...
 
+    @property
+    def sent_bytes(self) -> int:
+        """Bytes of the updates that the workers of this process have sent, as encoded."""
+        ...
+
 
 def round_counts(reports: Iterable[RoundReport]) -> Counter[str]:
     """Count what became of the block updates of a round.
@@ -56,11 +64,12 @@ def round_counts(reports: Iterable[RoundReport]) -> Counter[str]:
         reports: Reports of block entries; the interface's are passed over.
 
     Returns:
-        ``expected`` (workers waited for), ``heard`` (those of them that were accepted), ``accepted`` (with workers
-        that joined in mid-round), ``late``, ``missing``, ``merged`` (blocks that moved) and ``refused/<verdict>``
-        for each of ``REFUSALS``. Every key is present, so that a table keeps its columns.
+        ``expected`` (workers waited for), ``heard`` (those of them that were accepted), ``accepted`` (with workers that
+        joined in mid-round), ``stale`` (workers of whom late work was merged), ``late`` (lost), ``missing``, ``merged``
+        (blocks that moved) and ``refused/<verdict>`` for each of ``REFUSALS``. Every key is present, so that a table
+        keeps its columns.
     """
-    names = ("expected", "heard", "accepted", "late", "missing", "merged", *(f"refused/{v}" for v in REFUSALS))
+    names = ("expected", "heard", "accepted", "stale", "late", "missing", "merged", *(f"refused/{v}" for v in REFUSALS))
     counts: Counter[str] = Counter(dict.fromkeys(names, 0))
     for report in reports:
         if report.entry == INTERFACE:
@@ -68,6 +77,7 @@ def round_counts(reports: Iterable[RoundReport]) -> Counter[str]:
         counts["expected"] += len(report.expected)
         counts["heard"] += len(set(report.accepted) & set(report.expected))
         counts["accepted"] += len(report.accepted)
+        counts["stale"] += len(report.stale)
         counts["late"] += report.counts.get(Verdict.LATE, 0)
         counts["missing"] += len(report.missing)
         counts["merged"] += report.merged
@@ -121,7 +131,7 @@ class RoundMonitor(L.Callback):
         Returns:
             ``rounds`` (finished), ``rounds_reported`` (those whose report was seen; less than ``rounds`` only if
             several finished within one step), the sums of the counts over the reported rounds, their
-            ``participation``, and ``accepted_tokens``, ``worker_steps``, ``worker_tokens`` of the strategy.
+            ``participation``, and the strategy's counters of ``WORK``.
         """
         if not self._work:
             return {}
@@ -169,7 +179,7 @@ class RoundMonitor(L.Callback):
         source = self._source
         if source is None:
             return {}
-        self._work = {name: getattr(source, name) for name in ("accepted_tokens", "worker_steps", "worker_tokens")}
+        self._work = {name: getattr(source, name) for name in WORK}
         if source.num_rounds_closed == self._num_rounds_seen:
             return {}
         self._num_rounds_seen = source.num_rounds_closed

@@ -7,7 +7,8 @@ from lightning_blocktrain.coordinator.network import (
     preset_network,
     update_bytes_of,
 )
-from lightning_blocktrain.coordinator.simulation import RoundOutcome, SimulatedCoordinator, WorkerRound
+from lightning_blocktrain.coordinator.simulation import RoundOutcome, SimulatedCoordinator
+from lightning_blocktrain.coordinator.timeline import WorkerRound
 
 __all__ = [
     "PARTICIPATION",

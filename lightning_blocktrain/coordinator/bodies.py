@@ -13,11 +13,13 @@ import json
 import mmap
 import tempfile
 from collections import Counter
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import IO, Any, cast
 
 from aiohttp import web
 
+from lightning_blocktrain.transport.overlap import ahead, take_all
 from lightning_blocktrain.transport.wire import Outgoing, Receiver
 
 SPOOL_BYTES = 2**20
@@ -65,23 +67,27 @@ class Bodies:
             WireError: If it is no message.
         """
         length = request.content_length
-        if length is None:
-            raise Refusal(400, "malformed", "A body needs a Content-Length.")
+        if not length:  # nor may it be 0: an empty stream of aiohttp's yields empty chunks without end
+            raise Refusal(400, "malformed", "A body needs a Content-Length above 0.")
         if length > max_bytes:
             raise Refusal(413, "too_large", f"The body has {length} bytes; at most {max_bytes} are taken here.")
         spool = cast(IO[bytes], tempfile.SpooledTemporaryFile(SPOOL_BYTES, dir=self._spool_dir))  # noqa: SIM115
         try:
             receiver = Receiver(spool, max_bytes)
             async with asyncio.timeout(self._stall_s) as patience:
-                async for piece in request.content.iter_any():
-                    self._traffic["received_bytes"] += len(piece)
-                    receiver.take(piece)
-                    patience.reschedule(asyncio.get_running_loop().time() + self._stall_s)
+                await take_all(self._arriving(request, patience), receiver.take_all)
             receiver.finish()
         except BaseException:
             spool.close()
             raise
         return spool
+
+    async def _arriving(self, request: web.Request, patience: asyncio.Timeout) -> AsyncIterator[bytes]:
+        loop = asyncio.get_running_loop()
+        async for piece, _ in request.content.iter_chunks():
+            self._traffic["received_bytes"] += len(piece)
+            patience.reschedule(loop.time() + self._stall_s)
+            yield piece
 
     async def receive_json(self, request: web.Request) -> dict[str, Any]:
         """Return the body as a JSON object.
@@ -108,7 +114,7 @@ class Bodies:
         answer = web.StreamResponse(headers={"Content-Type": FRAME_TYPE, "Content-Length": str(outgoing.num_bytes)})
         async with asyncio.timeout(self._stall_s) as patience:
             await answer.prepare(request)
-            for piece in outgoing.pieces():
+            async for piece in ahead(outgoing.pieces()):
                 await answer.write(piece)
                 self._traffic["sent_bytes"] += len(piece)
                 patience.reschedule(asyncio.get_running_loop().time() + self._stall_s)

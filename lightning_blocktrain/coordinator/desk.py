@@ -5,22 +5,24 @@ carries the requests calls from one thread at a time, and passes the time.
 """
 
 import hmac
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from dataclasses import replace
 from typing import IO, Any
 
 from torch import Tensor
 
-from lightning_blocktrain.coordinator.service import CoordinatorService, Decoder
+from lightning_blocktrain.coordinator.service import CoordinatorService
 from lightning_blocktrain.coordinator.status import snapshot
 from lightning_blocktrain.coordinator.storage import Storage
 from lightning_blocktrain.errors import (
+    CheckpointMismatchError,
     NotFoundedError,
     RequestRefusedError,
     UnauthorisedError,
     WrongRunError,
     explain,
 )
-from lightning_blocktrain.rounds import Receipt, Roster, Verdict
+from lightning_blocktrain.rounds import INTERFACE, Receipt, Roster, Verdict
 from lightning_blocktrain.rounds.verdicts import shown
 from lightning_blocktrain.transport.base import Sender, Submission
 from lightning_blocktrain.transport.messages import unpack_submission
@@ -35,18 +37,27 @@ class Desk:
         run_id: Names the run.
         token: Its secret.
         storage: Keeps the state; the desk closes it. None keeps nothing.
-        decode: For submissions that a codec made; None takes parameters only.
+        fixed_terms: Terms by name that hold whatever the founder of the run says.
+        serves: The entries of the run that it is for, where several coordinators share it; None: all.
 
     Raises:
         ValueError: If the run id or the token is empty.
     """
 
-    def __init__(self, run_id: str, token: str, storage: Storage | None = None, decode: Decoder | None = None) -> None:
+    def __init__(
+        self,
+        run_id: str,
+        token: str,
+        storage: Storage | None = None,
+        fixed_terms: Mapping[str, Any] | None = None,
+        serves: Collection[str] | None = None,
+    ) -> None:
         Roster(run_id, token)  # refuses empty ones
         self.run_id = run_id
         self._token = token
         self._storage = storage
-        self._decode = decode
+        self._fixed_terms = dict(fixed_terms or {})
+        self._serves = None if serves is None else tuple(serves)
         self._service: CoordinatorService | None = None
 
     @property
@@ -97,12 +108,15 @@ class Desk:
             identity: What must agree with the stored run, by name.
 
         Raises:
-            CheckpointMismatchError: If another run is stored.
+            CheckpointMismatchError: If another run is stored, another part of it, or one with other terms than those
+                fixed here.
             StateError: If what is stored is damaged.
         """
         if self._storage is None or self._storage.is_empty:
             return False
         stored = self._storage.load(self.run_id, identity)
+        self._refuse_other_terms(stored.terms)
+        self._refuse_other_entries(stored.terms, set(stored.entries))
         masters = {entry: state["master"] for entry, state in stored.entries.items()}
         service = self._make(stored.terms, masters)
         service.load_state(stored.run, stored.entries, now)
@@ -112,6 +126,20 @@ class Desk:
         self._service = service
         service.advance(now)
         return True
+
+    def _refuse_other_terms(self, stored: RunTerms) -> None:
+        kept = {name: getattr(stored, name) for name in self._fixed_terms}
+        differing = identity_differences(self._fixed_terms, kept)
+        if differing:
+            rule = "a stored run goes on with its own terms (here: asked for, there: stored)"
+            raise CheckpointMismatchError(explain(rule, "; ".join(differing), "leave them out, or use another folder"))
+
+    def _refuse_other_entries(self, terms: RunTerms, stored: set[str]) -> None:
+        served = set(terms.entries(True) if self._serves is None else self._serves)
+        if not served - {INTERFACE} <= stored <= served:  # a run may have no interface
+            rule = "a stored run goes on with the entries that it has"
+            got = f"stored={sorted(stored)}, served here={sorted(served)}"
+            raise CheckpointMismatchError(explain(rule, got, "serve those, or use another folder"))
 
     def found(self, terms: RunTerms, masters: Mapping[str, Mapping[str, Tensor]] | None, now: float) -> bool | None:
         """Begin the run with these masters, unless it has begun.
@@ -131,6 +159,7 @@ class Desk:
             return False
         if masters is None:
             return None
+        terms = replace(terms, **self._fixed_terms)
         service = self._make(terms, masters)
         if self._storage is not None:
             entries = {entry: ledger.state_dict() for entry, ledger in service.ledgers.items()}
@@ -140,7 +169,7 @@ class Desk:
         return True
 
     def _make(self, terms: RunTerms, masters: Mapping[str, Mapping[str, Tensor]]) -> CoordinatorService:
-        return CoordinatorService(self.run_id, self._token, terms, masters, self._storage, self._decode)
+        return CoordinatorService(self.run_id, self._token, terms, masters, self._storage, self._serves)
 
     def max_update_bytes(self, entry: str) -> int:
         """Return how long a message with an update of this entry may be, whatever codec made it.
@@ -166,9 +195,10 @@ class Desk:
                 update survives the process.
         """
         receipt = self.service.submit(entry, sender, submission, now)
-        is_open = self.service.versions[entry] == submission.base_version
+        is_open = self.service.versions[entry] == receipt.version
         if receipt.verdict is Verdict.ACCEPTED and is_open and self._storage is not None and message is not None:
-            self._storage.keep_update(entry, submission.base_version, sender.worker_id, message)
+            base_version = submission.base_version
+            self._storage.keep_update(entry, receipt.version, sender.worker_id, base_version, message)
         return receipt
 
     def advance(self, now: float) -> None:
@@ -180,15 +210,31 @@ class Desk:
         """Return when ``advance`` must be called at the latest, or None."""
         return None if self._service is None else self._service.next_event()
 
+    def awaits_workers(self, ended_for_s: float, linger_s: float) -> bool:
+        """Tell whether somebody may still fetch what is left of a run that has ended.
+
+        Its workers may until they have left. From a part of a run others fetch too, who are no members of it, and
+        whose own last round may close a deadline later.
+
+        Args:
+            ended_for_s: Seconds since the end.
+            linger_s: Longest time that workers have.
+        """
+        service, is_part = self.service, self._serves is not None
+        limit_s = linger_s + (service.terms.rules.deadline_s if is_part else 0.0)
+        knows_all = service.membership.assigns
+        return ended_for_s < limit_s and (bool(service.roster.live) or not knows_all)
+
     def stop(self, reason: str) -> None:
         """End the run."""
         self.service.stop(reason)
 
     def status(self, now: float) -> dict[str, Any]:
         """Return what there is to say of the run, as plain values."""
+        serves = None if self._serves is None else list(self._serves)
         if self._service is None:
-            return {"run_id": self.run_id, "phase": "empty", "reason": ""}
-        return snapshot(self._service, now)
+            return {"run_id": self.run_id, "phase": "empty", "reason": "", "serves": serves}
+        return {**snapshot(self._service, now), "serves": serves}
 
     def close(self) -> None:
         """Give the storage back; any number of times."""

@@ -5,16 +5,19 @@ synchronised: the thread that calls the ledgers calls it.
 
 A worker is live from its join until it leaves or, if it gives signs of life at all, until none has come for
 ``silence_s``. Silence is not final: the next sign of the same incarnation makes it live again.
+
+Of several coordinators that share a run, the one of the interface assigns ids and blocks and knows all workers. The
+others know those of their blocks, who join them with what they were given there.
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass
 from itertools import chain
 from typing import Any
 
 from lightning_blocktrain.errors import NotJoinedError, RequestRefusedError, SupersededError, explain
-from lightning_blocktrain.rounds import Roster
+from lightning_blocktrain.rounds import INTERFACE, Roster
 from lightning_blocktrain.rounds.verdicts import is_count, shown
 from lightning_blocktrain.transport.base import Sender, WorkerFacts
 from lightning_blocktrain.transport.terms import MAX_WORKERS, RunTerms, identity_differences
@@ -53,10 +56,15 @@ class Membership:
     Args:
         roster: Of the run; shared with the ledgers.
         terms: Of the run.
+        serves: The entries that this coordinator serves; None: all.
     """
 
-    def __init__(self, roster: Roster, terms: RunTerms) -> None:
+    def __init__(self, roster: Roster, terms: RunTerms, serves: Collection[str] | None = None) -> None:
         self.roster = roster
+        self.assigns = serves is None or INTERFACE in serves
+        """Whether it gives out ids and blocks, and so knows all workers."""
+        self.blocks = tuple(range(terms.num_blocks)) if self.assigns else terms.blocks_in(serves or ())
+        """The blocks whose workers it knows."""
         self._terms = terms
         self._members: dict[int, Member] = {}
         self._worker_of_nonce: dict[str, int] = {}
@@ -69,9 +77,9 @@ class Membership:
 
     @property
     def num_workers(self) -> int:
-        """How many parts the data has."""
-        num_known: int = max(self._members, default=-1) + 1
-        return max(self._terms.num_workers or 0, num_known)
+        """How many parts the data has: one per worker that is known, and as many as the run needs at the least."""
+        least = self._terms.num_blocks * self._terms.rules.needed_replicas
+        return max(self._terms.num_workers or least, len(self._members))
 
     def block_of(self, worker_id: int) -> int | None:
         """Return the block that a worker trains, or None if it never joined."""
@@ -84,13 +92,17 @@ class Membership:
 
     def missing_for_start(self) -> str:
         """Return who has to join before the first round, for people; empty when nobody has."""
-        if self._terms.num_workers is not None:
+        if self._terms.num_workers is not None and self.assigns:
             missing = sorted(set(range(self._terms.num_workers)) - set(self.roster.live))
             return f"workers {missing}" if missing else ""
-        needed = self._terms.rules.needed_replicas
-        counts = {block_idx: len(self.live_of(block_idx)) for block_idx in range(self._terms.num_blocks)}
-        short = [f"{needed - count} of block {block_idx}" for block_idx, count in counts.items() if count < needed]
+        lacking = {block_idx: self._needed(block_idx) - len(self.live_of(block_idx)) for block_idx in self.blocks}
+        short = [f"{count} of block {block_idx}" for block_idx, count in lacking.items() if count > 0]
         return f"workers: {', '.join(short)}" if short else ""
+
+    def _needed(self, block_idx: int) -> int:
+        if self._terms.num_workers is None:
+            return self._terms.rules.needed_replicas
+        return len(range(block_idx, self._terms.num_workers, self._terms.num_blocks))  # as ids are dealt to blocks
 
     def admit(self, facts: WorkerFacts, incarnation: int | None, beats: bool, now: float) -> Member:
         """Make a worker a live member.
@@ -145,6 +157,10 @@ class Membership:
         if incarnation is not None and not is_count(incarnation):
             got = f"incarnation={shown(incarnation)}"
             raise RequestRefusedError(explain("incarnation must be a non-negative int or None", got, "leave it out"))
+        if not self.assigns and (facts.worker_id is None or facts.block_idx not in self.blocks):
+            rule = f"a worker must join the interface's coordinator first, then here for block {list(self.blocks)}"
+            got = f"worker_id={shown(facts.worker_id)}, block_idx={shown(facts.block_idx)}"
+            raise RequestRefusedError(explain(rule, got, "name all coordinators of the run"))
         for name, text, least in (("nonce", facts.nonce, 1), ("host", facts.host, 0)):
             if not isinstance(text, str) or not least <= len(text) <= MAX_TEXT_CHARS:
                 rule = f"{name} must be text of {least} to {MAX_TEXT_CHARS} characters"
@@ -209,6 +225,15 @@ class Membership:
             return False
         self._members[worker_id].silent = False
         return self.roster.leave(worker_id, incarnation)
+
+    def dismiss(self, worker_id: object) -> bool:
+        """Take somebody's word that a worker's present life is over; False when it was no member, or had left."""
+        member = self._members.get(worker_id) if is_count(worker_id) else None
+        if member is None or not (member.silent or self.roster.is_live(member.worker_id)):
+            return False
+        member.silent = False
+        self.roster.leave(member.worker_id, self.roster.incarnation_of(member.worker_id) or 0)
+        return True
 
     def drop_silent(self, now: float) -> tuple[int, ...]:
         """Take those for gone who gave no sign of life in time, and return them."""

@@ -15,9 +15,9 @@ from torch import Tensor
 from lightning_blocktrain.errors import explain
 from lightning_blocktrain.rounds import INTERFACE, block_entry
 
-PARTICIPATION = {"lockstep": 1.0, "mild": 0.90, "wan": 0.42, "offline": 0.0}
+PARTICIPATION = {"lockstep": 1.0, "mild": 0.90, "wan": 0.42, "harsh": 0.10, "offline": 0.0}
 """Share of the updates that arrive in time under each preset."""
-JITTER = {"lockstep": 0.0, "mild": 0.25, "wan": 0.5, "offline": 0.0}
+JITTER = {"lockstep": 0.0, "mild": 0.25, "wan": 0.5, "harsh": 0.5, "offline": 0.0}
 """Standard deviation of the logarithm of a worker's round time under each preset."""
 COMPUTE_FRAC, LATENCY_FRAC, TRANSFER_FRAC = 0.8, 0.1, 0.1
 """How a preset splits the median round time."""
@@ -58,23 +58,30 @@ class WorkerLink:
             got = f"dropout={self.dropout}"
             raise ValueError(explain("dropout must be in [0, 1]", got, "give a probability"))
 
-    def round_s(self, num_steps: int, num_bytes: int, generator: torch.Generator) -> float:
-        """Draw how long after the opening of a round an update arrives.
+    def pace(self, generator: torch.Generator) -> float:
+        """Draw how many times longer than usual a round takes, ``exp(jitter * N(0, 1))``; infinity: it gets lost.
+
+        Args:
+            generator: Two numbers are drawn from it, whatever the link.
+        """
+        chance = torch.rand((), dtype=torch.float64, generator=generator).item()
+        normal = torch.randn((), dtype=torch.float64, generator=generator).item()
+        return math.inf if chance < self.dropout else math.exp(self.jitter * normal)
+
+    def round_s(self, num_steps: int, num_bytes: int, pace: float = 1.0) -> float:
+        """Return how long after the opening of a round an update arrives.
 
         Args:
             num_steps: Inner optimizer steps.
             num_bytes: Bytes down plus bytes up.
-            generator: Two numbers are drawn from it, whatever the link.
+            pace: Of this worker in this round.
 
         Returns:
-            Seconds: (steps + two latencies + transfer) * exp(jitter * N(0, 1)); infinity if it never arrives.
+            Seconds: (steps + two latencies + transfer) * pace; infinity if it never arrives.
         """
-        chance = torch.rand((), dtype=torch.float64, generator=generator).item()
-        normal = torch.randn((), dtype=torch.float64, generator=generator).item()
-        if chance < self.dropout:
+        if pace == math.inf:
             return math.inf
-        steady_s = num_steps * self.step_s + 2 * self.latency_s + num_bytes / self.bandwidth_bytes_per_s
-        return steady_s * math.exp(self.jitter * normal)
+        return (num_steps * self.step_s + 2 * self.latency_s + num_bytes / self.bandwidth_bytes_per_s) * pace
 
 
 @dataclass(frozen=True)

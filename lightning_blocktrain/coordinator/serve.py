@@ -15,17 +15,23 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from lightning_blocktrain.coordinator.desk import Desk
 from lightning_blocktrain.coordinator.server import CoordinatorServer, ServerLimits
-from lightning_blocktrain.coordinator.service import Decoder
 from lightning_blocktrain.coordinator.storage import Storage
 from lightning_blocktrain.errors import explain
+from lightning_blocktrain.heap import keep_heap
+from lightning_blocktrain.rounds import INTERFACE, block_entry
+from lightning_blocktrain.rounds.verdicts import is_count
 from lightning_blocktrain.transport.address import is_loopback
 from lightning_blocktrain.transport.terms import RunTerms
 
 log = logging.getLogger(__name__)
+
+KEPT_HEAP_BYTES = 2**28
+"""Of a replaced master, kept for the next one: with fresh pages a merge takes some times as long."""
 
 
 @dataclass(frozen=True)
@@ -43,6 +49,11 @@ class ServeSettings:
         spool_dir: Where long messages wait; None: ``state_dir``, else the system's temporary folder.
         linger_s: How long workers have after the end of the run to fetch what is left and leave.
         limits: What the server takes.
+        num_workers: Workers that the first round waits for; None: as the founder of the run says.
+        max_rounds: Rounds after which the run ends; None: as the founder of the run says.
+        blocks: The blocks it is for, where several coordinators share a run; None: the whole run, and the interface.
+        interface: Whether it is, of several, the one that merges the interface and gives out ids and blocks.
+        kept_versions: Newest versions of each entry whose files stay in ``state_dir``, 1 or more.
     """
 
     run_id: str
@@ -55,18 +66,49 @@ class ServeSettings:
     spool_dir: Path | None = None
     linger_s: float = 30.0
     limits: ServerLimits = field(default_factory=ServerLimits)
+    num_workers: int | None = None
+    max_rounds: int | None = None
+    blocks: tuple[int, ...] | None = None
+    interface: bool = False
+    kept_versions: int = 1
 
     def __post_init__(self) -> None:
         if self.keyfile is not None and self.certfile is None:
             got = f"keyfile={self.keyfile}, certfile=None"
             raise ValueError(explain("keyfile needs a certfile", got, "give both, or neither for plain HTTP"))
+        if self.blocks is not None:
+            _check_blocks(self.blocks, self.interface)
+        elif self.interface:
+            rule = "interface says which one of several coordinators merges it, so it needs blocks"
+            raise ValueError(explain(rule, "interface=True, blocks=None", "leave it out, or name the blocks"))
+
+    @property
+    def serves(self) -> tuple[str, ...] | None:
+        """The entries of the run that it is for; None: all."""
+        if self.blocks is None:
+            return None
+        entries = tuple(block_entry(block_idx) for block_idx in sorted(self.blocks))
+        return (*entries, INTERFACE) if self.interface else entries
+
+    @property
+    def fixed_terms(self) -> dict[str, Any]:
+        """The terms that hold whatever the founder of the run says."""
+        named = {"num_workers": self.num_workers, "max_rounds": self.max_rounds}
+        return {name: value for name, value in named.items() if value is not None}
+
+
+def _check_blocks(blocks: tuple[int, ...], interface: bool) -> None:
+    if len(set(blocks)) < len(blocks) or not all(is_count(block_idx) for block_idx in blocks):
+        raise ValueError(explain("blocks must be different numbers from 0 on", f"blocks={blocks}", "correct them"))
+    if not blocks and not interface:
+        rule = "a coordinator must be for a block or the interface"
+        raise ValueError(explain(rule, f"blocks={blocks}, interface=False", "name a block"))
 
 
 @asynccontextmanager
 async def serving(
     settings: ServeSettings,
     founding: tuple[RunTerms, Mapping[str, Mapping[str, Tensor]]] | None = None,
-    decode: Decoder | None = None,
     identity: Mapping[str, Any] | None = None,
 ) -> AsyncIterator[CoordinatorServer]:
     """Serve inside the block.
@@ -74,7 +116,6 @@ async def serving(
     Args:
         settings: How.
         founding: Terms and first masters, if the run is not stored; None: the first worker brings them.
-        decode: For submissions that a codec made.
         identity: What must agree with a stored run, by name.
 
     Raises:
@@ -86,8 +127,9 @@ async def serving(
         warnings.warn(
             f"The coordinator listens on {settings.host} without TLS: token and weights travel readable.", stacklevel=3
         )
-    storage = None if settings.state_dir is None else Storage(settings.state_dir)
-    desk = Desk(settings.run_id, settings.token, storage, decode)
+    tls = tls_context(settings)  # first: a wrong certificate opens nothing
+    storage = None if settings.state_dir is None else Storage(settings.state_dir, settings.kept_versions)
+    desk = Desk(settings.run_id, settings.token, storage, settings.fixed_terms, settings.serves)
     try:
         if not desk.resume(time.monotonic(), identity) and founding is not None:
             desk.found(*founding, time.monotonic())
@@ -95,7 +137,7 @@ async def serving(
             desk,
             settings.host,
             settings.port,
-            _tls(settings),
+            tls,
             settings.limits,
             settings.spool_dir or settings.state_dir,
         )
@@ -109,7 +151,12 @@ async def serving(
         await server.stop()
 
 
-def _tls(settings: ServeSettings) -> ssl.SSLContext | None:
+def tls_context(settings: ServeSettings) -> ssl.SSLContext | None:
+    """Return what makes the server speak HTTPS; None for plain HTTP.
+
+    Raises:
+        OSError: If certificate and key cannot be read, or do not belong together.
+    """
     if settings.certfile is None:
         return None
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
@@ -121,7 +168,6 @@ def _tls(settings: ServeSettings) -> ssl.SSLContext | None:
 def serve(
     settings: ServeSettings,
     founding: tuple[RunTerms, Mapping[str, Mapping[str, Tensor]]] | None = None,
-    decode: Decoder | None = None,
     identity: Mapping[str, Any] | None = None,
     on_listening: Callable[[str], None] | None = None,
 ) -> int:
@@ -130,7 +176,6 @@ def serve(
     Args:
         settings: How.
         founding: As ``serving`` takes it.
-        decode: As ``serving`` takes it.
         identity: As ``serving`` takes it.
         on_listening: Called with the URL as soon as requests are answered.
 
@@ -140,13 +185,23 @@ def serve(
     Raises:
         PortInUseError: And the others of ``serving``.
     """
-    return asyncio.run(_serve(settings, founding, decode, identity, on_listening))
+    settle_process()
+    return asyncio.run(_serve(settings, founding, identity, on_listening))
+
+
+def settle_process() -> None:
+    """Set up a process that is a coordinator and nothing else, before it starts threads.
+
+    Merging is bound by memory: a second thread gains little on an idle machine, and where workers share the cores it
+    loses many times that, since each of many small operations would wait for it.
+    """
+    torch.set_num_threads(1)
+    keep_heap(KEPT_HEAP_BYTES)
 
 
 async def _serve(
     settings: ServeSettings,
     founding: tuple[RunTerms, Mapping[str, Mapping[str, Tensor]]] | None,
-    decode: Decoder | None,
     identity: Mapping[str, Any] | None,
     on_listening: Callable[[str], None] | None,
 ) -> int:
@@ -154,7 +209,7 @@ async def _serve(
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, signalled.set)
-    async with serving(settings, founding, decode, identity) as server:
+    async with serving(settings, founding, identity) as server:
         log.info("run %s: listening on %s", settings.run_id, server.url)
         if on_listening is not None:
             on_listening(server.url)

@@ -11,13 +11,24 @@ POST /v1/join                          {"facts", "incarnation"}    a welcome
 GET  /v1/entries/E?newer_than&wait_s                               frame, or 204 when there is no newer version
 POST /v1/entries/E                     frame                       a receipt
 POST /v1/beat, /v1/leave               {"worker_id", "incarnation"}  {}
+POST /v1/dismiss                       {"worker_id"}               {"dismissed": true or false}
 POST /v1/stop                          {"reason"}                  {}
+POST /v1/probe, GET /v1/probe?bytes    bytes to time; none         {"received_bytes", "address", "via_proxy"}; bytes
 GET  /status, /metrics                                             JSON, Prometheus' text
+GET  /                                                             the page that shows /status
 =====================================  ==========================  ==============================================
 
-Every request carries ``Authorization: Bearer TOKEN`` and ``BlockTrain-Run: RUN`` (which /status and /metrics may leave
-out). Every refusal is ``{"error": {"code", "message"}}``: 400 makes no sense, 401 token, 409 another run or another
-life of the worker, 410 the run is over, 413 too large, 429 too many wrong tokens, 503 stopping.
+Every request but that for the page carries ``Authorization: Bearer TOKEN`` and ``BlockTrain-Run: RUN`` (which /status
+and /metrics may leave out). Every refusal is ``{"error": {"code", "message"}}``: 400 makes no sense, 401 token, 409
+another run or another life of the worker, 410 the run is over, 413 too large, 429 too many wrong tokens, 503 stopping.
+
+Covered: whoever has no token learns and changes nothing, and can guess ten tokens a minute and address; the token is
+compared in constant time, and is in no log, status or answer; bodies are data (safetensors, JSON), checked for length
+before they are received and for their digest before they are read; one update cannot move a block far where the run
+sets ``clip_norm``, ``outlier_factor`` or ``merge="trimmed_mean"``, and no NaN gets in.
+Not covered: whoever has the token reads all weights, can pose as any worker and can stop the run; poisoned updates are
+bounded and not prevented; without TLS everything can be read and changed on the way; connections are not limited in
+number, so that a flood has to be kept out before it comes here; the state folder is not encrypted.
 
 Threads: the event loop receives and sends; one thread comes to the desk, so merging does not stop the transfers.
 """
@@ -25,7 +36,6 @@ Threads: the event loop receives and sends; one thread comes to the desk, so mer
 import asyncio
 import errno
 import logging
-import re
 import ssl
 import time
 from collections import Counter
@@ -41,7 +51,10 @@ from aiohttp import ClientError, web
 
 from lightning_blocktrain.coordinator.bodies import Bodies, Refusal, content_of, refused
 from lightning_blocktrain.coordinator.desk import Desk
+from lightning_blocktrain.coordinator.fields import number_in_query, sender_in, sender_in_header
 from lightning_blocktrain.coordinator.guard import FailedTokens
+from lightning_blocktrain.coordinator.page import show_page
+from lightning_blocktrain.coordinator.probe import send_probe, take_probe
 from lightning_blocktrain.coordinator.status import prometheus_text
 from lightning_blocktrain.errors import PortInUseError, TransportError, WireError, explain
 from lightning_blocktrain.rounds import Receipt
@@ -54,6 +67,7 @@ from lightning_blocktrain.transport.messages import (
     unpack_submission,
     welcome_json,
 )
+from lightning_blocktrain.transport.versions import PROTOCOL, package_version
 from lightning_blocktrain.transport.wire import Outgoing, read_frame
 
 log = logging.getLogger(__name__)
@@ -64,8 +78,8 @@ READ_BYTES = 2**18
 MAX_WAIT_S = 30.0
 """Longest wait for a newer version in one request."""
 MIN_PAUSE_S, MAX_PAUSE_S = 0.001, 1.0
+PAGE = "/"
 RUN_HEADER = "BlockTrain-Run"
-WORKER_HEADER = "BlockTrain-Worker"
 STATUS_OF_CODE = {"unauthorised": 401, "refused": 400, "ended": 410, "failed": 410}
 """All other codes are conflicts, 409."""
 CODE_OF_ERROR = {error: code for code, error in ERROR_CODES.items()}
@@ -147,7 +161,11 @@ class CoordinatorServer:
                 web.post("/v1/entries/{entry}", self._submit),
                 web.post("/v1/beat", self._beat),
                 web.post("/v1/leave", self._leave),
+                web.post("/v1/dismiss", self._dismiss),
                 web.post("/v1/stop", self._stop_run),
+                web.post("/v1/probe", partial(take_probe, stall_timeout_s=self.limits.stall_timeout_s)),
+                web.get("/v1/probe", partial(send_probe, stall_timeout_s=self.limits.stall_timeout_s)),
+                web.get(PAGE, show_page),
                 web.get("/status", self._status),
                 web.get("/metrics", self._metrics),
             ]
@@ -195,8 +213,8 @@ class CoordinatorServer:
         """Wait until the run has ended and its workers have left, or ``linger_s`` have passed since its end."""
         while self.phase not in ("finished", "stopped", "failed"):
             await self._changed.wait()
-        ends_at = self.clock() + linger_s
-        while self.clock() < ends_at and await self._at_desk(lambda now: bool(self.desk.service.roster.live)):
+        ended_at = self.clock()
+        while await self._at_desk(lambda now: self.desk.awaits_workers(now - ended_at, linger_s)):
             await asyncio.sleep(0.1)
 
     # The desk's thread, and who waits for it
@@ -245,7 +263,8 @@ class CoordinatorServer:
     @web.middleware
     async def _answer_errors(self, request: web.Request, handler: Any) -> web.StreamResponse:
         try:
-            self._admit(request)
+            if request.path != PAGE:  # it holds nothing of the run
+                self._admit(request)
             answer: web.StreamResponse = await handler(request)
             return answer
         except Refusal as exc:
@@ -318,8 +337,8 @@ class CoordinatorServer:
             return web.json_response(receipt_json(await self._at_desk(ask)))
 
     async def _fetch(self, request: web.Request) -> web.StreamResponse:
-        entry, sender = request.match_info["entry"], _sender(request)
-        newer_than, wait_s = _number(request, "newer_than", -1.0), _number(request, "wait_s", 0.0)
+        entry, sender = request.match_info["entry"], sender_in_header(request)
+        newer_than, wait_s = number_in_query(request, "newer_than", -1.0), number_in_query(request, "wait_s", 0.0)
         loop = asyncio.get_running_loop()
         ends_at = loop.time() + min(max(wait_s, 0.0), MAX_WAIT_S)
         while True:
@@ -335,18 +354,24 @@ class CoordinatorServer:
                 await asyncio.wait_for(changed.wait(), left_s)
 
     def _newer(self, entry: str, newer_than: int, sender: Sender | None, now: float) -> Outgoing | None:
-        found = self.desk.service.fetch(entry, newer_than, now, sender)
-        return None if found is None else pack_fetched(*found)
+        service = self.desk.service
+        found = service.fetch(entry, newer_than, now, sender)
+        return None if found is None else pack_fetched(*found, service.closes_in_s(entry, now))
 
     async def _beat(self, request: web.Request) -> web.StreamResponse:
-        sender = _sender_of(await self._bodies.receive_json(request))
+        sender = sender_in(await self._bodies.receive_json(request))
         await self._at_desk(lambda now: self.desk.service.beat(sender, now))
         return web.json_response({})
 
     async def _leave(self, request: web.Request) -> web.StreamResponse:
-        sender = _sender_of(await self._bodies.receive_json(request))
+        sender = sender_in(await self._bodies.receive_json(request))
         await self._at_desk(lambda now: self.desk.service.leave(sender, now))
         return web.json_response({})
+
+    async def _dismiss(self, request: web.Request) -> web.StreamResponse:
+        worker_id = (await self._bodies.receive_json(request)).get("worker_id")
+        dismissed = await self._at_desk(lambda now: self.desk.service.dismiss(worker_id, now))
+        return web.json_response({"dismissed": dismissed})
 
     async def _stop_run(self, request: web.Request) -> web.StreamResponse:
         reason = str((await self._bodies.receive_json(request)).get("reason", ""))[:200]
@@ -355,27 +380,9 @@ class CoordinatorServer:
 
     async def _status(self, request: web.Request) -> web.StreamResponse:
         status = await self._at_desk(self.desk.status)
-        return web.json_response({**status, "traffic": dict(self.traffic)})
+        about = {"package": package_version(), "protocol": PROTOCOL, "unix_time_s": time.time()}
+        return web.json_response({**status, "traffic": dict(self.traffic), **about})
 
     async def _metrics(self, request: web.Request) -> web.StreamResponse:
         status = await self._at_desk(self.desk.status)
         return web.Response(text=prometheus_text(status, self.traffic), content_type="text/plain")
-
-
-def _sender(request: web.Request) -> Sender | None:
-    matched = re.fullmatch(r"([0-9]{1,15})/([0-9]{1,15})", request.headers.get(WORKER_HEADER, ""))
-    return None if matched is None else Sender(int(matched[1]), int(matched[2]))
-
-
-def _sender_of(values: dict[str, Any]) -> Sender:
-    return Sender(values.get("worker_id"), values.get("incarnation"))  # type: ignore[arg-type]
-
-
-def _number(request: web.Request, name: str, default: float) -> float:
-    try:
-        value = float(request.query.get(name, default))
-    except ValueError:
-        value = float("nan")
-    if not abs(value) < 2**53:
-        raise Refusal(400, "refused", f"{name} must be a number.")
-    return value

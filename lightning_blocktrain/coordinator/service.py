@@ -10,7 +10,7 @@ phase       begins                                    answers
 waiting     with the service                          everything; no round is open, updates may come
 running     when those required have joined           everything
 finished    when ``max_rounds`` are closed            ``fetch`` of what there is, verdicts (late, stale); no join
-stopped     by ``stop``                               ``status`` and ``leave``; else ``RunEndedError``
+stopped     by ``stop``                               ``fetch``, ``status``, ``leave``; else ``RunEndedError``
 failed      ``join_timeout_s`` over; a block without  ``status`` and ``leave``; else ``RunFailedError``
             a worker and ``on_missing_block="fail"``
 ==========  ========================================  ==========================================================
@@ -18,7 +18,7 @@ failed      ``join_timeout_s`` over; a block without  ``status`` and ``leave``; 
 
 import logging
 from collections import Counter, deque
-from collections.abc import Callable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from enum import StrEnum
 from typing import Any, Protocol
@@ -44,7 +44,8 @@ from lightning_blocktrain.rounds import (
     Verdict,
     block_entry,
 )
-from lightning_blocktrain.rounds.verdicts import shown
+from lightning_blocktrain.rounds.codecs import decoded
+from lightning_blocktrain.rounds.verdicts import is_count, shown
 from lightning_blocktrain.transport.base import Sender, Submission, Welcome, WorkerFacts
 from lightning_blocktrain.transport.terms import RunTerms
 from lightning_blocktrain.transport.wire import check_masters
@@ -52,9 +53,6 @@ from lightning_blocktrain.transport.wire import check_masters
 log = logging.getLogger(__name__)
 
 KEPT_REPORTS = 200
-
-Decoder = Callable[[Mapping[str, Tensor], Mapping[str, str], Params], Params]
-"""Turns a submission's tensors and meta into parameters, given the master that they are based on; raises ValueError."""
 
 
 class Phase(StrEnum):
@@ -86,9 +84,9 @@ class CoordinatorService:
         run_id: Names the run.
         token: Its secret.
         terms: Of the run.
-        masters: Initial tensors by entry: ``block0`` to ``block{B-1}``, and ``interface`` if there is one; copied.
+        masters: Initial tensors by entry: what it serves, ``interface`` only if there is one; copied.
         keeper: Keeps the state; None keeps nothing.
-        decode: For submissions with a meta; None takes parameters only.
+        serves: The entries that this coordinator serves; None: all.
 
     Raises:
         ValueError: If the masters do not fit the terms, or a name cannot travel.
@@ -101,24 +99,24 @@ class CoordinatorService:
         terms: RunTerms,
         masters: Mapping[str, Mapping[str, Tensor]],
         keeper: Keeper | None = None,
-        decode: Decoder | None = None,
+        serves: Collection[str] | None = None,
     ) -> None:
-        check_masters(terms, masters)
+        check_masters(terms, masters, serves)
         self.run_id = run_id
         self.terms = terms
         self.roster = Roster(run_id, token)
-        self.membership = Membership(self.roster, terms)
+        self.membership = Membership(self.roster, terms, serves)
         store = None if keeper is None else keeper.store
         self.ledgers = {
             entry: Ledger(entry, masters[entry], terms.rules, terms.outer, self.roster, store)
-            for entry in terms.entries(INTERFACE in masters)
+            for entry in terms.entries(True)
+            if entry in masters
         }
         self.schedule = RoundSchedule(terms, self.ledgers, self.membership)
         self.reports: deque[RoundReport] = deque(maxlen=KEPT_REPORTS)
         self.counts: Counter[tuple[str, Verdict]] = Counter()
         self.accepted_tokens: Counter[str] = Counter()
         self._keeper = keeper
-        self._decode = decode
         self._token = token
         self._phase = Phase.WAITING
         self._reason = ""
@@ -183,12 +181,17 @@ class CoordinatorService:
             self.membership.heard(sender, now)
         self.advance(now)
         ledger = self.ledger_of(entry)
-        if self._phase is not Phase.FINISHED:
+        if self._phase is Phase.FAILED:
             self._refuse_ended()
         if ledger.version > newer_than:
             return ledger.version, ledger.master
         self._refuse_ended()
         return None
+
+    def closes_in_s(self, entry: str, now: float) -> float | None:
+        """Return the seconds to the deadline of an entry's open round, or None if none is open."""
+        deadline = self.ledger_of(entry).deadline
+        return None if deadline is None else max(0.0, deadline - now)
 
     def submit(self, entry: str, sender: Sender, submission: Submission, now: float) -> Receipt:
         """Judge an update, close the round if it was the last one, and return the receipt.
@@ -233,12 +236,12 @@ class CoordinatorService:
         return replace(receipt, reason=fault) if fault and receipt.verdict is Verdict.MALFORMED else receipt
 
     def _params_of(self, ledger: Ledger, submission: Submission) -> tuple[Mapping[str, Tensor], str]:
-        if not submission.meta or submission.base_version != ledger.version:
-            return submission.tensors, ""  # of another base they are refused whatever they hold
-        if self._decode is None:
-            return {}, "This coordinator takes parameters only, encoded by nothing."
+        base_version = submission.base_version
+        base = ledger.master_of(base_version) if is_count(base_version) else None
+        if not submission.meta or base is None:
+            return submission.tensors, ""  # of an unknown base they are refused whatever they hold
         try:
-            return self._decode(submission.tensors, submission.meta, ledger.master), ""
+            return decoded(self.terms.codec, submission.tensors, submission.meta, base), ""
         except ValueError as exc:
             return {}, f"The codec says: {exc}"
 
@@ -276,6 +279,15 @@ class CoordinatorService:
         self.advance(now)
         return left
 
+    def dismiss(self, worker_id: object, now: float) -> bool:
+        """See ``Transport.dismiss``; any ``worker_id`` may be asked."""
+        dismissed = self.membership.dismiss(worker_id)
+        if dismissed:
+            self._unsaved = True
+            log.warning("worker %s has died: no round waits for it", worker_id)
+        self.advance(now)
+        return dismissed
+
     def stop(self, reason: str, failed: bool = False) -> None:
         """End the run; a run that has ended keeps its phase and reason."""
         if not self.ended:
@@ -302,7 +314,7 @@ class CoordinatorService:
         if self.ended:
             return None
         start = self._waits_until if self._phase is Phase.WAITING else None
-        times = (start, self.schedule.next_deadline(), self.membership.next_silence())
+        times = (start, self.schedule.next_due(), self.membership.next_silence())
         return min((time for time in times if time is not None), default=None)
 
     def _start_if_complete(self, now: float) -> None:
@@ -331,7 +343,7 @@ class CoordinatorService:
         log.info("%s: accepted %s in %.3g s %s", where, list(report.accepted), took_s, report.note)
 
     def _watch_missing_blocks(self) -> None:
-        front = max(self.ledgers[block_entry(b)].version for b in range(self.terms.num_blocks))
+        front = max((version for entry, version in self.versions.items() if entry != INTERFACE), default=0)
         missing = self.schedule.missing_blocks
         self._warned_at = {b: version for b, version in self._warned_at.items() if b in missing}
         for block_idx in missing:
@@ -360,8 +372,8 @@ class CoordinatorService:
             RequestRefusedError: If there is no such entry.
         """
         if entry not in self.ledgers:
-            got = f"entry={shown(entry)}"
-            raise RequestRefusedError(explain("entry must be one of the run's", got, f"it has {list(self.ledgers)}"))
+            rule, got = "entry must be one of the run's that are served here", f"entry={shown(entry)}"
+            raise RequestRefusedError(explain(rule, got, f"ask for one of {list(self.ledgers)}"))
         return self.ledgers[entry]
 
     def _save(self) -> None:

@@ -6,23 +6,23 @@ a networked coordinator runs. Every number it gives in seconds is simulated.
 Simplification: the simulator is synchronous in training rounds. Every worker takes part in every round, starts it
 from the current masters, and begins it when its block's round opens, even if its last update is still under way.
 What is simulated is whether an update arrives in time. An update that misses its deadline is delivered at its
-virtual time in a later round, or by ``flush``; since it can then only be late or stale, its tensors are not kept.
+virtual time in a later round, or by ``flush``. Its tensors are kept only where ``late="stale_weighted"`` may count
+them then.
 
 Every entry has its own events and its own clock, so no block waits for another. A round of the interface opens
 with the last of the block rounds beside it, because it needs workers of every block.
 """
 
-import heapq
-import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from lightning_blocktrain.coordinator.network import NetworkModel, update_bytes_of
+from lightning_blocktrain.coordinator.timeline import RUN_ID, TOKEN, Delivered, Timeline, WorkerRound
 from lightning_blocktrain.errors import CheckpointMismatchError, explain
 from lightning_blocktrain.rounds import (
     INTERFACE,
@@ -33,33 +33,12 @@ from lightning_blocktrain.rounds import (
     Roster,
     RoundReport,
     RoundRules,
-    Update,
     Verdict,
     block_entry,
 )
+from lightning_blocktrain.rounds.pace import affordable_steps
 
 Receipts = dict[tuple[int, str], list[Receipt]]
-
-_RUN_ID = _TOKEN = "simulation"
-
-
-@dataclass(frozen=True, eq=False)
-class WorkerRound:
-    """What one worker did in one training round.
-
-    Args:
-        worker_id: Index into ``block_of_worker``.
-        num_steps: Inner optimizer steps.
-        num_tokens: Target tokens.
-        block_params: Its block after these steps; may be live parameters, they are copied where they are kept.
-        interface_params: Its interface likewise; read only in rounds that close the interface, where it is required.
-    """
-
-    worker_id: int
-    num_steps: int
-    num_tokens: int
-    block_params: Mapping[str, Tensor] = field(repr=False)
-    interface_params: Mapping[str, Tensor] | None = field(default=None, repr=False)
 
 
 @dataclass(frozen=True)
@@ -78,26 +57,6 @@ class RoundOutcome:
     virtual_s: float
 
 
-class Arrival(NamedTuple):
-    """An update under way; the fields sort by time and never tie."""
-
-    arrives_at: float
-    worker_id: int
-    base_version: int
-    num_steps: int
-    num_tokens: int
-
-
-@dataclass(eq=False)
-class _Timeline:
-    """The events of one entry."""
-
-    ledger: Ledger
-    workers: tuple[int, ...]
-    now_s: float = 0.0
-    arrivals: list[Arrival] = field(default_factory=list)
-
-
 class SimulatedCoordinator:
     """Merge what simulated workers send, as far as it arrives in time.
 
@@ -109,6 +68,7 @@ class SimulatedCoordinator:
         network: One link per worker.
         seed: Of the coordinator's own generator, which draws every duration.
         interface_every: Rounds from one close of the interface to the next, 1 or more.
+        upload_frac: Bytes of an encoded update by bytes of the parameters; what is fetched is not encoded.
 
     Raises:
         ValueError: If the arguments do not fit each other, or a block has fewer workers than the rules can merge.
@@ -123,26 +83,29 @@ class SimulatedCoordinator:
         network: NetworkModel,
         seed: int,
         interface_every: int = 1,
+        upload_frac: float = 1.0,
     ) -> None:
         num_blocks = _count_blocks(masters)
         _check_fit(num_blocks, block_of_worker, network, interface_every)
         self.network = network
         self.block_of_worker = tuple(block_of_worker)
         self.interface_every = interface_every
-        self._roster = Roster(_RUN_ID, _TOKEN)
+        self._roster = Roster(RUN_ID, TOKEN)
         for worker_id in range(len(block_of_worker)):
             self._roster.join(worker_id, 0)
         entries = [block_entry(block_idx) for block_idx in range(num_blocks)]
         if INTERFACE in masters:
             entries.append(INTERFACE)
         self._timelines = {
-            entry: _Timeline(Ledger(entry, masters[entry], rules, make_outer(), self._roster), self._members(entry))
+            entry: Timeline(Ledger(entry, masters[entry], rules, make_outer(), self._roster), self._members(entry))
             for entry in entries
         }
         for timeline in self._timelines.values():
             rules.check_replicas(len(timeline.workers))
-        self._num_bytes = [2 * update_bytes_of(masters, block_idx) for block_idx in block_of_worker]
+        num_bytes = [update_bytes_of(masters, block_idx) for block_idx in block_of_worker]
+        self._num_bytes = [down + round(upload_frac * down) for down in num_bytes]
         self._generator = torch.Generator().manual_seed(seed)
+        self._paces: list[float] = []
         self._round_idx = 0
         self._worker_steps = 0
         self._accepted_tokens = 0
@@ -204,10 +167,9 @@ class SimulatedCoordinator:
         due = self.interface_due(final)
         by_worker = _index_updates(updates, len(self.block_of_worker), due)
         steps = [by_worker[w].num_steps if w in by_worker else 0 for w in range(len(self.block_of_worker))]
-        durations = [
-            link.round_s(num_steps, num_bytes, self._generator)
-            for link, num_steps, num_bytes in zip(self.network.links, steps, self._num_bytes, strict=True)
-        ]
+        facts = zip(self.network.links, steps, self._num_bytes, self._draw_paces(), strict=True)
+        durations = [link.round_s(num_steps, num_bytes, pace) for link, num_steps, num_bytes, pace in facts]
+        self._paces = []
         receipts: Receipts = {}
         blocks = [entry for entry in self._timelines if entry != INTERFACE]
         last_opening_s = max(self._timelines[entry].now_s for entry in blocks)
@@ -226,69 +188,42 @@ class SimulatedCoordinator:
         Call it once, at the end of the run. The outcome has no reports; the clocks move to the last arrival.
         """
         receipts: Receipts = {}
-        for timeline in self._timelines.values():
-            while timeline.arrivals:
-                arrival = heapq.heappop(timeline.arrivals)
-                timeline.now_s = arrival.arrives_at
-                self._deliver(timeline, arrival, {}, receipts)
+        for entry, timeline in self._timelines.items():
+            self._count(entry, timeline.flush(), receipts)
         return self._outcome([], receipts)
 
     def _outcome(self, reports: list[RoundReport], receipts: Receipts) -> RoundOutcome:
         by_worker = {key: tuple(given) for key, given in receipts.items()}
         return RoundOutcome(tuple(reports), by_worker, max(self.virtual_s.values()))
 
+    def _draw_paces(self) -> list[float]:
+        # One number per worker and round, whether somebody asks for it at the beginning of the round or not.
+        self._paces = self._paces or [link.pace(self._generator) for link in self.network.links]
+        return self._paces
+
+    def steps_in_time(self, worker_id: int, sync_every: int) -> int:
+        """Return after how many steps of its round a worker sends what it has, so as not to be late.
+
+        It knows its own pace as it goes, and expects its transfers to take what they take at a pace of 1.
+        """
+        link, pace = self.network.links[worker_id], self._draw_paces()[worker_id]
+        limit_s = self._timelines[block_entry(self.block_of_worker[worker_id])].ledger.limit_s
+        transfer_s = link.round_s(0, self._num_bytes[worker_id], 1.0)
+        return affordable_steps(link.step_s * pace, transfer_s, limit_s, sync_every)
+
     def _run_round(
         self, entry: str, updates: Mapping[int, WorkerRound], durations: Sequence[float], receipts: Receipts
     ) -> RoundReport:
-        timeline = self._timelines[entry]
-        ledger = timeline.ledger
-        ledger.open(timeline.workers, timeline.now_s)
-        for worker_id in timeline.workers:
-            arrives_at = timeline.now_s + durations[worker_id]
-            if worker_id in updates and arrives_at < math.inf:
-                sent = updates[worker_id]
-                arrival = Arrival(arrives_at, worker_id, ledger.version, sent.num_steps, sent.num_tokens)
-                heapq.heappush(timeline.arrivals, arrival)
-        report = self._close_round(timeline, updates, timeline.now_s + ledger.rules.deadline_s, receipts)
-        timeline.now_s = report.closed_at
+        report, delivered = self._timelines[entry].run_round(updates, durations)
+        self._count(entry, delivered, receipts)
         if entry != INTERFACE:
             self._accepted_tokens += report.accepted_tokens
         return report
 
-    def _close_round(
-        self, timeline: _Timeline, updates: Mapping[int, WorkerRound], deadline: float, receipts: Receipts
-    ) -> RoundReport:
-        report = None
-        while report is None:
-            now = deadline
-            if timeline.arrivals and timeline.arrivals[0].arrives_at <= deadline:
-                arrival = heapq.heappop(timeline.arrivals)
-                now = arrival.arrives_at
-                self._deliver(timeline, arrival, updates, receipts)
-            report = timeline.ledger.close_if_due(now)
-        return report
-
-    def _deliver(
-        self, timeline: _Timeline, arrival: Arrival, updates: Mapping[int, WorkerRound], receipts: Receipts
-    ) -> None:
-        ledger, worker_id = timeline.ledger, arrival.worker_id
-        params: Mapping[str, Tensor] = {}
-        if arrival.base_version == ledger.version:
-            sent = updates[worker_id]
-            params = (sent.interface_params or {}) if ledger.entry == INTERFACE else sent.block_params
-        update = Update(
-            run_id=_RUN_ID,
-            token=_TOKEN,
-            worker_id=worker_id,
-            incarnation=0,
-            base_version=arrival.base_version,
-            num_steps=arrival.num_steps,
-            num_tokens=arrival.num_tokens,
-            params=params,
-        )
-        receipt = ledger.submit(update, arrival.arrives_at)
-        self._counts[receipt.verdict] += 1
-        receipts.setdefault((worker_id, ledger.entry), []).append(receipt)
+    def _count(self, entry: str, delivered: Delivered, receipts: Receipts) -> None:
+        for worker_id, receipt in delivered:
+            self._counts[receipt.verdict] += 1
+            receipts.setdefault((worker_id, entry), []).append(receipt)
 
     def state_dict(self) -> dict[str, Any]:
         """Return everything a resumed run needs, between two rounds: plain values and the ledgers' own tensors."""
@@ -299,7 +234,8 @@ class SimulatedCoordinator:
             "accepted_tokens": self._accepted_tokens,
             "counts": {verdict.value: count for verdict, count in self._counts.items()},
             "generator": self._generator.get_state(),
-            "timelines": {entry: _timeline_state(timeline) for entry, timeline in self._timelines.items()},
+            "paces": list(self._paces),
+            "timelines": {entry: timeline.state_dict() for entry, timeline in self._timelines.items()},
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -318,20 +254,13 @@ class SimulatedCoordinator:
                 got = f"stored {name}={stored[name]}, here {name}={own[name]}"
                 raise CheckpointMismatchError(explain(f"{name} must be as stored", got, "resume the same workers"))
         for entry, timeline in self._timelines.items():
-            kept = state["timelines"][entry]
-            timeline.ledger.load_state_dict(kept["ledger"])
-            timeline.now_s = kept["now_s"]
-            timeline.arrivals = [Arrival(*values) for values in kept["arrivals"]]
+            timeline.load_state_dict(state["timelines"][entry])
         self._generator.set_state(state["generator"])
+        self._paces = list(state["paces"])
         self._round_idx = state["round_idx"]
         self._worker_steps = state["worker_steps"]
         self._accepted_tokens = state["accepted_tokens"]
         self._counts = Counter({Verdict(name): count for name, count in state["counts"].items()})
-
-
-def _timeline_state(timeline: _Timeline) -> dict[str, Any]:
-    arrivals = [list(arrival) for arrival in sorted(timeline.arrivals)]
-    return {"ledger": timeline.ledger.state_dict(), "now_s": timeline.now_s, "arrivals": arrivals}
 
 
 def _count_blocks(masters: Mapping[str, Mapping[str, Tensor]]) -> int:

@@ -15,8 +15,9 @@ def snapshot(service: CoordinatorService, now: float) -> dict[str, Any]:
     """Return the state of a run.
 
     Returns:
-        ``run_id``, ``phase``, ``reason``, ``terms``; ``entries`` by name (version, open round, verdict counts, last
-        closed round); ``workers`` by id as text (block, liveness, share of their rounds); ``missing_blocks``.
+        ``run_id``, ``phase``, ``reason``, ``terms``; ``entries`` by name (version, length, open round, verdict counts,
+        report of the last closed round); ``workers`` by id as text (block, liveness, share of their rounds);
+        ``missing_blocks``.
     """
     return {
         "run_id": service.run_id,
@@ -35,6 +36,7 @@ def _entry(service: CoordinatorService, ledger: Ledger, now: float) -> dict[str,
     given = {verdict.value: count for (entry, verdict), count in service.counts.items() if entry == ledger.entry}
     return {
         "version": ledger.version,
+        "num_bytes": sum(tensor.numel() * tensor.element_size() for tensor in ledger.master.values()),
         "is_open": ledger.is_open,
         "closes_in_s": None if deadline is None else max(0.0, deadline - now),
         "waits_for": list(ledger.pending),
@@ -45,17 +47,14 @@ def _entry(service: CoordinatorService, ledger: Ledger, now: float) -> dict[str,
 
 
 def _round(report: RoundReport) -> dict[str, Any]:
-    return {
-        "round_idx": report.round_idx,
-        "accepted": list(report.accepted),
-        "refused": list(report.refused),
-        "missing": list(report.missing),
-        "merged": report.merged,
-        "note": report.note,
-        "participation": report.participation,
-        "took_s": report.closed_at - report.opened_at,
-        "merged_delta_norm": report.merged_delta_norm,
-    }
+    values = {name: _plain(value) for name, value in vars(report).items()}
+    return {**values, "participation": report.participation, "took_s": report.closed_at - report.opened_at}
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return list(value)
+    return {str(name): kept for name, kept in value.items()} if isinstance(value, dict) else value
 
 
 def _workers(service: CoordinatorService) -> dict[str, dict[str, Any]]:

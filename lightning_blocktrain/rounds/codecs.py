@@ -253,6 +253,15 @@ class Codec:
         return (start.to(wide) + delta.view(start.shape)).to(start.dtype)
 
 
+def decoded(codec: Codec, tensors: Mapping[str, Tensor], meta: Mapping[str, str], base: Mapping[str, Tensor]) -> Params:
+    """Return what a message of a peer stands for.
+
+    Raises:
+        ValueError: If it is not of this codec, or does not fit the base.
+    """
+    return codec.decode(Encoded(dict(tensors), dict(meta)), base)
+
+
 def wire_bytes(encoded: Encoded) -> int:
     """Return the bytes of a message's tensors; names, shapes and the frame around them come on top."""
     return sum(tensor.numel() * tensor.element_size() for tensor in encoded.tensors.values())

@@ -52,12 +52,14 @@ class ErrorFeedback:
             ValueError: As ``Codec.encode``, also when the residual is of tensors with other shapes.
         """
         encoded = self.codec.encode(params, base, self._residual)
-        decoded = self.codec.decode(encoded, base)
-        lost = {name: self._lost(name, params[name], base[name], decoded[name]) for name in floating_names(base)}
+        lost = {name: self._lost(encoded, name, params[name], base[name]) for name in floating_names(base)}
         self._next = {name: tensor for name, tensor in lost.items() if bool(tensor.any())}
         return encoded
 
-    def _lost(self, name: str, tensor: Tensor, start: Tensor, decoded: Tensor) -> Tensor:
+    def _lost(self, encoded: Encoded, name: str, tensor: Tensor, start: Tensor) -> Tensor:
+        # Decoded tensor by tensor: all together they take as much memory as the entry.
+        parts = {key: part for key, part in encoded.tensors.items() if key.partition(":")[2] == name}
+        decoded = self.codec.decode(Encoded(parts, encoded.meta), {name: start})[name]
         owed = difference(tensor.detach(), start.detach())
         if name in self._residual:
             owed = owed + self._residual[name].to(owed.device)
@@ -72,6 +74,13 @@ class ErrorFeedback:
     def reset(self) -> None:
         """Forget everything that is owed."""
         self._residual = self._next = {}
+
+    @classmethod
+    def of_state(cls, state: Mapping[str, Any]) -> "ErrorFeedback":
+        """Return one that continues from what ``state_dict`` gave."""
+        feedback = cls(Codec.from_meta(state["codec"]))
+        feedback.load_state_dict(dict(state))
+        return feedback
 
     def state_dict(self) -> dict[str, Any]:
         """Return the codec's meta and the residual's own tensors; an update not confirmed yet leaves no trace."""

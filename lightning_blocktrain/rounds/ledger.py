@@ -14,26 +14,27 @@ Order of the checks; the first that fails decides the verdict:
 2. membership: never joined (``unauthorised``), an old incarnation or one that has left (``superseded``);
 3. an accepted update of this worker on this base, by whichever incarnation (``duplicate``);
 4. base version: ahead of the entry (``malformed``), just closed or deadline passed (``late``), older (``stale``);
+   with ``late="stale_weighted"`` a closed base passes as long as its master is kept;
 5. counts, names, shapes, dtypes (``malformed``);
 6. values (``nonfinite``);
 7. norm of the delta (``outlier``).
 
-A worker has answered the round once an update of it got past check 4, whatever became of it.
+A worker has answered the round once an update of it on the present version got past check 4, whatever became of it.
 
 Covered: retries, restarts from a stored state, workers that join or leave in mid-round, rounds without enough
-replicas. Not covered: duplicates of updates accepted more than ``REMEMBERED_VERSIONS`` ago (they are ``stale``).
+replicas. Not covered: duplicates of updates accepted many rounds ago (they are ``stale``; see ``history.py``).
 """
 
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from statistics import median
 from typing import Any
 
 from torch import Tensor
 
 from lightning_blocktrain.errors import CheckpointMismatchError, LedgerError, explain
+from lightning_blocktrain.rounds.history import History
 from lightning_blocktrain.rounds.merge import (
     OuterSGD,
     Params,
@@ -43,16 +44,11 @@ from lightning_blocktrain.rounds.merge import (
     clip_params,
     delta_norm,
     merge_replicas,
+    rebase,
+    stale_weight,
 )
 from lightning_blocktrain.rounds.roster import Roster
 from lightning_blocktrain.rounds.verdicts import Receipt, RoundReport, Update, Verdict, form_fault, header_fault
-
-OUTLIER_WINDOW = 20
-"""Accepted norms whose median judges the next ones."""
-OUTLIER_MIN_HISTORY = 5
-"""With fewer accepted norms nothing is refused as an outlier: a median of two or three says little."""
-REMEMBERED_VERSIONS = 20
-"""Closed rounds whose accepted workers are remembered to tell a retry from a late update."""
 
 Store = Callable[[str, dict[str, Any]], None]
 """Called with the entry's name and its state after every close; it may keep the tensors but not change them."""
@@ -61,9 +57,10 @@ Judgement = tuple[Verdict, str]
 
 @dataclass(frozen=True, eq=False)
 class Replica:
-    """An accepted update, out of the worker's reach."""
+    """An accepted update, out of the worker's reach; of a closed base its delta has been moved onto the master."""
 
     worker_id: int
+    base_version: int
     num_steps: int
     num_tokens: int
     norm: float
@@ -103,13 +100,13 @@ class Ledger:
         self._master = as_params(master)
         self._buffers: Params = {}
         self._version = 0
-        self._norms: list[float] = []
-        self._merged_by: dict[int, frozenset[int]] = {}
-        self._accepted: dict[int, Replica] = {}
+        self._history = History(rules)
+        self._accepted: dict[tuple[int, int], Replica] = {}
         self._answered: set[int] = set()
         self._counts: Counter[Verdict] = Counter()
         self._expected: tuple[int, ...] = ()
         self._opened_at: float | None = None
+        self._limit_s = rules.deadline_s
 
     @property
     def master(self) -> Params:
@@ -129,7 +126,7 @@ class Ledger:
     @property
     def deadline(self) -> float | None:
         """When the open round closes at the latest, seconds on the caller's clock; None between rounds."""
-        return None if self._opened_at is None else self._opened_at + self.rules.deadline_s
+        return None if self._opened_at is None else self._opened_at + self._limit_s
 
     @property
     def pending(self) -> tuple[int, ...]:
@@ -137,9 +134,18 @@ class Ledger:
         return tuple(w for w in self._expected if w not in self._answered and self.roster.is_live(w))
 
     @property
+    def limit_s(self) -> float:
+        """Seconds that a round which opens now lasts at most."""
+        return self._history.limit_s
+
+    @property
     def accepted(self) -> tuple[int, ...]:
-        """Workers whose update counts in the round of the current version, as far as it has come, ascending."""
-        return tuple(sorted(self._accepted))
+        """Workers of whom an update counts in the round of the current version, as far as it has come, ascending."""
+        return tuple(sorted({worker_id for worker_id, _ in self._accepted}))
+
+    def master_of(self, version: int) -> Params | None:
+        """Return the tensors of the current version, or of an older one if stale work on it counts; else None."""
+        return self.master if version == self._version else self._history.master_of(version)
 
     def open(self, expected: Iterable[int], now: float) -> None:
         """Begin the round of the current version.
@@ -171,7 +177,8 @@ class Ledger:
         if workers and self._version == 0:
             self.rules.check_replicas(len(workers))
         self._expected = workers
-        self._opened_at = now
+        self._opened_at, self._limit_s = now, self._history.limit_s
+        self._history.note_opening(self._version, now)
 
     def submit(self, update: Update, now: float) -> Receipt:
         """Judge one update; never raises for what it holds.
@@ -184,8 +191,11 @@ class Ledger:
             now: When it arrived, seconds on the caller's clock.
         """
         judgement = self._judge_sender(update) or self._judge_base(update, now)
+        if judgement is None or judgement[0] in (Verdict.LATE, Verdict.STALE):
+            self._history.note_arrival(update.base_version, now)
         if judgement is None:
-            self._answered.add(update.worker_id)
+            if update.base_version == self._version:
+                self._answered.add(update.worker_id)
             judgement = self._judge_content(update)
         verdict, reason = judgement
         self._counts[verdict] += 1
@@ -213,6 +223,8 @@ class Ledger:
             return Verdict.DUPLICATE, f"An update of worker {worker_id} on version {base} was accepted before."
         if base > self._version:
             return Verdict.MALFORMED, f"The base version {base} is ahead of {self.entry}, which is at {self._version}."
+        if base < self._version and self.master_of(base) is not None:
+            return None
         if base == self._version - 1:
             return Verdict.LATE, f"The round of version {base} has closed; go on from version {self._version}."
         if base < self._version:
@@ -222,31 +234,29 @@ class Ledger:
         return None
 
     def _accepted_on(self, base: int) -> Iterable[int]:
-        return self._accepted if base == self._version else self._merged_by.get(base, ())
+        return self._history.accepted_on(base) | {w for w, version in self._accepted if version == base}
 
     def _judge_content(self, update: Update) -> Judgement:
         fault = form_fault(update, self._master)
         if fault is not None:
             return Verdict.MALFORMED, f"In the update, {fault}"
+        base = self.master_of(update.base_version)
+        assert base is not None
         params = as_params(update.params, like=self._master, copy=not update.owned)
-        norm = delta_norm(params, self._master)
+        norm = delta_norm(params, base)
         if not math.isfinite(norm):
             return Verdict.NONFINITE, "The update holds a NaN or an infinity; reload the master and its state."
-        limit = self._outlier_limit()
+        limit = self._history.outlier_limit
         if norm > limit:
             return Verdict.OUTLIER, f"The delta's norm {norm:.4g} is above {limit:.4g}, the limit at present."
-        params = clip_params(params, self._master, norm, self.rules.clip_norm)
-        replica = Replica(update.worker_id, update.num_steps, update.num_tokens, norm, params)
-        self._accepted[update.worker_id] = replica
-        return Verdict.ACCEPTED, f"Counts in the round of version {self._version}."
-
-    def _outlier_limit(self) -> float:
-        # Only norms of closed rounds are looked at: a verdict does not depend on the order of arrival.
-        if self.rules.outlier_factor is None or len(self._norms) < OUTLIER_MIN_HISTORY:
-            return math.inf
-        middle = median(self._norms)
-        # A warm-up from a learning rate of 0 gives zero deltas; their median must not refuse all that follow.
-        return self.rules.outlier_factor * middle if middle > 0.0 else math.inf
+        params = clip_params(params, base, norm, self.rules.clip_norm)
+        staleness = self._version - update.base_version
+        if staleness:
+            params = rebase(params, base, self._master, stale_weight(staleness))
+        key = update.worker_id, update.base_version
+        self._accepted[key] = Replica(*key, update.num_steps, update.num_tokens, norm, params)
+        weight = f", weighing {stale_weight(staleness):.3g}" if staleness else ""
+        return Verdict.ACCEPTED, f"Counts in the round of version {self._version}{weight}."
 
     def close_if_due(self, now: float) -> RoundReport | None:
         """Close the open round when every expected worker has answered or left, or its deadline has come.
@@ -267,10 +277,13 @@ class Ledger:
         all_answered = bool(self._expected) and not self.pending
         if now < deadline and not all_answered:
             return None
-        replicas = [self._accepted[worker_id] for worker_id in sorted(self._accepted)]
+        replicas = [self._accepted[key] for key in sorted(self._accepted)]
+        base = self._master
         merged_norm, note = self._merge(replicas)
         report = self._report(replicas, merged_norm, note, opened_at, now)
-        self._advance(replicas)
+        norms = [replica.norm for replica in replicas]
+        self._history.note_close(self._version, base, self._accepted, norms)
+        self._advance()
         if self._store is not None:
             self._store(self.entry, self.state_dict())
         return report
@@ -294,13 +307,15 @@ class Ledger:
     ) -> RoundReport:
         merged = not note
         norms = [replica.norm for replica in replicas]
+        accepted = tuple(replica.worker_id for replica in replicas if replica.base_version == self._version)
+        stale = {replica.worker_id for replica in replicas if replica.base_version < self._version}
         return RoundReport(
             entry=self.entry,
             round_idx=self._version,
             version=self._version + 1,
             expected=self._expected,
-            accepted=tuple(replica.worker_id for replica in replicas),
-            refused=tuple(w for w in self._expected if w in self._answered and w not in self._accepted),
+            accepted=accepted,
+            refused=tuple(w for w in self._expected if w in self._answered and w not in accepted),
             missing=tuple(w for w in self._expected if w not in self._answered),
             counts=dict(self._counts),
             merged=merged,
@@ -311,12 +326,10 @@ class Ledger:
             merged_delta_norm=merged_norm,
             opened_at=opened_at,
             closed_at=closed_at,
+            stale=tuple(sorted(stale)),
         )
 
-    def _advance(self, replicas: list[Replica]) -> None:
-        self._norms = [*self._norms, *(replica.norm for replica in replicas)][-OUTLIER_WINDOW:]
-        self._merged_by[self._version] = frozenset(self._accepted)
-        self._merged_by.pop(self._version - REMEMBERED_VERSIONS, None)
+    def _advance(self) -> None:
         self._version += 1
         self._accepted = {}
         self._answered = set()
@@ -335,8 +348,7 @@ class Ledger:
             "version": self._version,
             "master": dict(self._master),
             "buffers": dict(self._buffers),
-            "norms": list(self._norms),
-            "merged_by": [[version, sorted(workers)] for version, workers in sorted(self._merged_by.items())],
+            **self._history.state_dict(),
             "accepted": [dict(vars(replica)) for _, replica in sorted(self._accepted.items())],
             "answered": sorted(self._answered),
             "counts": {verdict.value: count for verdict, count in self._counts.items()},
@@ -355,9 +367,9 @@ class Ledger:
         self._master = as_params(state["master"], like=self._master)
         self._buffers = as_params(state["buffers"])
         self._version = state["version"]
-        self._norms = list(state["norms"])
-        self._merged_by = {version: frozenset(workers) for version, workers in state["merged_by"]}
-        self._accepted = {kept["worker_id"]: _load_replica(kept, self._master) for kept in state["accepted"]}
+        self._history.load_state_dict(state, self._master)
+        replicas = [_load_replica(kept, self._master) for kept in state["accepted"]]
+        self._accepted = {(replica.worker_id, replica.base_version): replica for replica in replicas}
         self._answered = set(state["answered"])
         self._counts = Counter({Verdict(name): count for name, count in state["counts"].items()})
         self._expected = ()

@@ -19,11 +19,16 @@ Params = dict[str, Tensor]
 """An entry's tensors by name: floating ones in fp32, others (counters) in their own dtype."""
 Weighting = Literal["uniform", "tokens"]
 MergeRule = Literal["mean", "trimmed_mean"]
+LateRule = Literal["drop", "stale_weighted"]
 
 NORM_PIECE = 2**16
 """Values whose difference is held at once when a norm is taken."""
 MIN_TRIMMED_REPLICAS = 3
 """With two replicas, trimming one at each end leaves nothing."""
+MAX_STALENESS = 16
+"""Most masters of closed rounds that an entry keeps."""
+DEADLINE_SLACK = 1.25
+"""How much longer than the quantile of the last arrivals a round with an adaptive deadline lasts."""
 
 
 @dataclass(frozen=True)
@@ -40,6 +45,11 @@ class RoundRules:
         clip_norm: Longest L2 norm of a delta, longer ones are scaled down to it; None does not clip.
         outlier_factor: A delta longer than this many times the median of the last accepted norms is refused, above
             1; None refuses none.
+        late: What becomes of an update whose round has closed: ``drop`` refuses it, ``stale_weighted`` moves its delta
+            onto the present master, scaled by ``stale_weight``, and counts it in the round that is open.
+        max_staleness: Most rounds that ``stale_weighted`` looks back, 1 or more; so many masters are kept.
+        deadline_quantile: In (0, 1]: a round lasts ``DEADLINE_SLACK`` times this quantile of the last arrivals, at most
+            ``deadline_s``; None: always ``deadline_s``.
 
     Raises:
         ValueError: If a value is out of range, or ``trimmed_mean`` meets ``weighting="tokens"``.
@@ -52,6 +62,9 @@ class RoundRules:
     trim_frac: float = 0.1
     clip_norm: float | None = None
     outlier_factor: float | None = None
+    late: LateRule = "drop"
+    max_staleness: int = 2
+    deadline_quantile: float | None = None
 
     def __post_init__(self) -> None:
         _check_above("deadline_s", self.deadline_s, 0.0, "give the seconds a round may last")
@@ -67,6 +80,13 @@ class RoundRules:
             _check_above("clip_norm", self.clip_norm, 0.0, "choose a norm, or None not to clip")
         if self.outlier_factor is not None:
             _check_above("outlier_factor", self.outlier_factor, 1.0, "choose 10, or None to refuse none")
+        _check_choice("late", self.late, get_args(LateRule))
+        if type(self.max_staleness) is not int or not 1 <= self.max_staleness <= MAX_STALENESS:
+            got = f"max_staleness={self.max_staleness}"
+            raise ValueError(explain(f"max_staleness must be an int from 1 to {MAX_STALENESS}", got, "choose 2"))
+        if self.deadline_quantile is not None and not 0.0 < self.deadline_quantile <= 1.0:
+            got = f"deadline_quantile={self.deadline_quantile}"
+            raise ValueError(explain("deadline_quantile must be above 0 and at most 1", got, "choose 0.9, or None"))
         if self.merge == "trimmed_mean" and self.weighting == "tokens":
             rule = "weighting must be 'uniform' with merge='trimmed_mean', since a claimed count would buy influence"
             raise ValueError(explain(rule, "weighting='tokens'", "choose weighting='uniform' or merge='mean'"))
@@ -93,12 +113,13 @@ class OuterSGD:
     """Apply SGD to the pseudogradient, ``master - merged``; stateless, the buffers are passed in and out.
 
     With ``lr=1`` and no momentum the new master is the merged tensors themselves, bit for bit. Tensors that are not
-    floating bypass it.
+    floating bypass it, and those that no gradient made: momentum would carry a running variance below zero.
 
     Args:
         lr: Outer learning rate, finite, above 0.
         momentum: In [0, 1).
         nesterov: Look ahead along the momentum; needs ``momentum`` above 0.
+        spared: Names of tensors that are merged and nothing else, as a module's buffers are; the strategies set it.
 
     Raises:
         ValueError: If a value is out of range.
@@ -110,8 +131,10 @@ class OuterSGD:
     lr: float = 1.0
     momentum: float = 0.0
     nesterov: bool = False
+    spared: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "spared", tuple(self.spared))  # from JSON it is a list
         _check_above("lr", self.lr, 0.0, "choose 1.0 for plain averaging")
         if not 0.0 <= self.momentum < 1.0:
             got = f"momentum={self.momentum}"
@@ -135,6 +158,8 @@ class OuterSGD:
             return merged, buffers
         params, new_buffers = dict(merged), dict(buffers)
         for name in floating_names(merged):
+            if name in self.spared:
+                continue
             gradient = master[name] - merged[name]
             if self.momentum > 0.0:
                 previous = buffers.get(name)
@@ -208,9 +233,23 @@ def clip_params(params: Params, master: Params, norm: float, clip_norm: float | 
     """
     if clip_norm is None or norm <= clip_norm:
         return params
-    scale = clip_norm / norm
-    scaled = {name: master[name] + (params[name] - master[name]) * scale for name in floating_names(params)}
-    return {**params, **scaled}
+    return rebase(params, master, master, clip_norm / norm)
+
+
+def stale_weight(staleness: int) -> float:
+    """Return what a delta of a base ``staleness`` rounds old is scaled by, ``(1 + staleness) ** -0.5``.
+
+    Source:
+        Nguyen et al. 2022, "Federated Learning with Buffered Asynchronous Aggregation", section 3; as there the scaled
+        delta then counts as one among those of the round, so that a round of stale work alone makes a shorter step.
+    """
+    return float((1 + staleness) ** -0.5)
+
+
+def rebase(params: Params, base: Params, master: Params, scale: float) -> Params:
+    """Return ``master + scale * (params - base)``; tensors that are not floating stay as they are."""
+    moved = {name: master[name] + (params[name] - base[name]) * scale for name in floating_names(params)}
+    return {**params, **moved}
 
 
 def weighted_mean(replicas: Sequence[Params], weights: Sequence[int], master: Params) -> Params:
@@ -239,8 +278,18 @@ def _weighted_tensor(tensors: Sequence[Tensor], weights: Sequence[int], start: T
     moved = [(tensor, weight) for tensor, weight in weighed if weight > 0 and not torch.equal(tensor, start)]
     if not moved:
         return start
-    divisor = math.gcd(*(weight for _, weight in moved))
-    return _combine([tensor for tensor, _ in moved], [weight // divisor for _, weight in moved])
+    return average([tensor for tensor, _ in moved], [weight for _, weight in moved])
+
+
+def average(tensors: Sequence[Tensor], weights: Sequence[int]) -> Tensor:
+    """Average one tensor, or the same piece of it, of the replicas that have a say in it; see ``weighted_mean``.
+
+    Args:
+        tensors: One or more, of one shape and dtype; left as they are. The result may be one of them.
+        weights: One int above 0 each.
+    """
+    divisor = math.gcd(*weights)
+    return _combine(tensors, [weight // divisor for weight in weights])
 
 
 def _combine(tensors: Sequence[Tensor], shares: Sequence[int]) -> Tensor:

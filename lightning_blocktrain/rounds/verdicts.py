@@ -94,7 +94,8 @@ class RoundReport:
         round_idx: Index of the round from 0; equals the version its updates were based on.
         version: Version after the close, ``round_idx + 1`` even when nothing was merged.
         expected: Workers the round waited for, ascending.
-        accepted: Workers whose update was accepted, ascending; may hold one that joined in mid-round.
+        accepted: Workers whose update on this round's base was accepted, ascending; may hold one that joined in
+            mid-round.
         refused: Expected workers whose only answers were refused for their content, ascending.
         missing: Expected workers that gave no answer to this round, ascending.
         counts: Receipts given since the previous close by verdict; verdicts that did not occur are absent.
@@ -106,6 +107,7 @@ class RoundReport:
         merged_delta_norm: L2 norm of the pseudogradient, before the outer optimizer; 0.0 when nothing was merged.
         opened_at: Seconds on the caller's clock.
         closed_at: Seconds on the caller's clock.
+        stale: Workers of whom an update of an older base was merged too, ascending; its steps and tokens count.
     """
 
     entry: str
@@ -124,6 +126,7 @@ class RoundReport:
     merged_delta_norm: float
     opened_at: float
     closed_at: float
+    stale: tuple[int, ...] = ()
 
     @property
     def participation(self) -> float:

@@ -9,15 +9,20 @@ from collections import defaultdict
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_blocktrain.coordinator.standing import standing
 from lightning_blocktrain.errors import CheckpointMismatchError, explain
+from lightning_blocktrain.rounds import block_entry
+from lightning_blocktrain.rounds.feedback import ErrorFeedback
 from lightning_blocktrain.strategies.workers import SimulatedWorkers, Worker
 
 KEY = "blocktrain"
 MEMBER_KEY = "blocktrain_member"
-"""The same where the workers are processes: it holds rank 0's worker, and the position in the data of all."""
+"""The same where the workers are processes: rank 0's worker, the position in the data of all, and, where a checkpoint
+callback asked for it, the workers that rank 0 has started and what their coordinator keeps beside the masters."""
 _COUNTERS = ("num_steps", "num_tokens")
 
 
@@ -34,10 +39,40 @@ def worker_states(workers: SimulatedWorkers) -> dict[str, Any]:
             "gradients": dict(worker.gradients),
             "optimizer": workers.named_state(worker),
             "random_state": worker.random_state,
+            "feedback": {entry: feedback.state_dict() for entry, feedback in worker.feedback.items()},
             **{name: getattr(worker, name) for name in _COUNTERS},
         }
         for worker in workers
     }
+
+
+def own_states(workers: SimulatedWorkers) -> dict[str, Any]:
+    """Return ``worker_states`` between two rounds, without the tensors that are the masters bit for bit."""
+    states = worker_states(workers)
+    for worker in workers:
+        own = {name: tensor for name, tensor in worker.local.items() if not torch.equal(tensor, workers.merged[name])}
+        states[worker_key(workers, worker)]["local"] = own
+    return states
+
+
+def saved_run(checkpoint: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return what a checkpoint holds of a run in rounds, of processes or of simulated workers; empty if of none."""
+    saved: Mapping[str, Any] = checkpoint.get(MEMBER_KEY) or checkpoint.get(KEY, {})
+    return saved
+
+
+def standing_of(saved: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return where the coordinator of a saved run stood, as ``coordinator.standing`` has it; None: it is not saved.
+
+    Args:
+        saved: What ``saved_run`` returned.
+    """
+    kept: dict[str, Any] | None = saved.get("coordinator")
+    if kept is None or "timelines" not in kept:
+        return kept
+    ledgers = {entry: timeline["ledger"] for entry, timeline in kept["timelines"].items()}
+    first = block_entry(0)
+    return standing(ledgers[first]["version"], ledgers, {first: kept["accepted_tokens"]})
 
 
 def load_worker_states(
@@ -51,6 +86,7 @@ def load_worker_states(
         worker.gradients = {name: grad.to(worker.local[name].device) for name, grad in state["gradients"].items()}
         worker.optimizer_state = _load_named(workers, optimizer, param_groups, state["optimizer"])
         worker.random_state = state["random_state"]
+        worker.feedback = {entry: ErrorFeedback.of_state(kept) for entry, kept in state["feedback"].items()}
         for name in _COUNTERS:
             setattr(worker, name, state[name])
 

@@ -14,6 +14,9 @@ from torch import Tensor, nn
 from lightning_blocktrain.errors import explain
 from lightning_blocktrain.partition import Partition, as_layout
 from lightning_blocktrain.protocols import BlockLayout, SupportsBlocks
+from lightning_blocktrain.rounds import RoundRules
+from lightning_blocktrain.rounds.codecs import Codec
+from lightning_blocktrain.strategies.cluster import check_exchange
 from lightning_blocktrain.strategies.contract import CONFIGURE_BLOCKS, refuse_module
 
 HOOKS = {
@@ -36,7 +39,9 @@ def declared_layout(module: L.LightningModule) -> BlockLayout:
     return as_layout(module.configure_blocks())
 
 
-def refuse_topology(devices: int, num_nodes: int, sync_batchnorm: bool, joins: bool = False) -> None:
+def refuse_topology(
+    devices: int, num_nodes: int, sync_batchnorm: bool, joins: bool = False, in_job: bool = False
+) -> None:
     """Refuse what the Trainer was built with, if no mode can honour it.
 
     Args:
@@ -44,13 +49,15 @@ def refuse_topology(devices: int, num_nodes: int, sync_batchnorm: bool, joins: b
         num_nodes: Of the Trainer.
         sync_batchnorm: Of the Trainer.
         joins: Whether this process joins a run as one worker.
+        in_job: Whether torchrun or SLURM has started the processes.
 
     Raises:
-        MisconfigurationException: For several nodes, synchronised batch norm, or one worker on several devices.
+        MisconfigurationException: For several nodes without a job, synchronised batch norm, or one worker on several
+            devices.
     """
-    if num_nodes > 1:
-        rule = "blocktrain starts workers on one machine: num_nodes must be 1"
-        fix = "join from the other machines: set BLOCKTRAIN_COORDINATOR there"
+    if num_nodes > 1 and not in_job:
+        rule = "num_nodes must be 1 where nobody else starts the processes: blocktrain starts those of one machine"
+        fix = "start the script with torchrun or srun, or set BLOCKTRAIN_COORDINATOR on the other machines"
         raise MisconfigurationException(explain(rule, f"num_nodes={num_nodes}", fix))
     if joins and devices > 1:
         rule = "a process that joins a run is one worker: devices must be 1"
@@ -58,6 +65,40 @@ def refuse_topology(devices: int, num_nodes: int, sync_batchnorm: bool, joins: b
     if sync_batchnorm:
         rule = "blocktrain has no synchronised batch norm: workers do not meet inside a step"
         raise MisconfigurationException(explain(rule, "sync_batchnorm=True", "use sync_batchnorm=False"))
+
+
+def refuse_few_workers(num_workers: int, num_blocks: int) -> None:
+    """Refuse to leave a block without a worker.
+
+    Raises:
+        MisconfigurationException: If there are fewer workers than blocks.
+    """
+    if num_workers < num_blocks:
+        rule = "every block needs a worker: devices must be at least num_blocks"
+        got = f"devices={num_workers}, num_blocks={num_blocks}"
+        raise MisconfigurationException(explain(rule, got, "use more devices or fewer blocks"))
+
+
+def refuse_exchange(exchange: object, rules: RoundRules, codec: object, local_steps: object) -> None:
+    """Refuse an unknown way of exchange, and what only a coordinator can do where there is none.
+
+    Raises:
+        ValueError: Naming the first.
+    """
+    check_exchange(exchange)
+    if exchange != "collective":
+        return
+    name = codec.name if isinstance(codec, Codec) else codec
+    usual = (
+        ("codec", name, "fp32"),
+        ("late", rules.late, "drop"),
+        ("local_steps", local_steps, "fixed"),
+        ("deadline_quantile", rules.deadline_quantile, None),
+    )
+    for option, value, only in usual:
+        if value != only:
+            rule = f"{option} must be {only!r} with exchange='collective': its ranks wait for each other, in fp32"
+            raise ValueError(explain(rule, f"{option}={value!r}", f"leave {option} out, or use exchange='http'"))
 
 
 def refuse_simulation(replicas: int, network: object, inner_state: str) -> None:
@@ -118,13 +159,16 @@ class BlockGuard:
         self._block_tensors = [{n: tensors[n] for n in names if n in tensors} for names in partition.block_names]
         self._trained = [[*block.values(), *interface] for block in self._block_tensors]
         names = {part: name for name, part in module.named_modules()}
-        self._handles = [
-            part.register_forward_hook(self._hook(block_idx, names[part]))
+        parts = [
+            (part, block_idx)
             for block_idx, layers in enumerate(partition.blocks)
             for layer in layers
             for part in _parts(layer)
             if partition.num_blocks > 1
         ]
+        # Before it runs: a worker's process does not hold the tensors of other blocks.
+        runs = [part.register_forward_pre_hook(self._refuse_run(owner, names[part])) for part, owner in parts]
+        self._handles = [*runs, *(part.register_forward_hook(self._watch_gradient(owner)) for part, owner in parts)]
 
     def refuse_changed_flags(self) -> None:
         """Refuse a step after parameters were frozen or unfrozen; call it while no worker acts.
@@ -170,22 +214,29 @@ class BlockGuard:
             handle.remove()
         self._handles = []
 
-    def _hook(self, owner_idx: int, name: str) -> Any:
-        owner = f"layers of block {owner_idx}"
-
-        def hook(layer: nn.Module, args: Any, output: Any) -> None:
-            if self._block_idx is None or self._block_idx == owner_idx:
-                return
+    def _refuse_run(self, owner_idx: int, name: str) -> Any:
+        def hook(layer: nn.Module, args: Any) -> None:
             block_idx, prefix = self._block_idx, self._partition.layout.prefix
-            if prefix == "none" or owner_idx > block_idx:
-                rule = f"with prefix='{prefix}' the loss of block {block_idx} may not run the {owner}"
-                fix = "run the block's own layers only"
-                if prefix == "none" and owner_idx < block_idx:
-                    fix += ", or declare prefix='frozen' to read the blocks before it"
-                raise MisconfigurationException(explain(rule, f"a call of {name} ({type(layer).__name__})", fix))
+            if block_idx is None or block_idx == owner_idx or (prefix == "frozen" and owner_idx < block_idx):
+                return
+            rule = f"with prefix='{prefix}' the loss of block {block_idx} may not run the layers of block {owner_idx}"
+            fix = "run the block's own layers only"
+            if owner_idx < block_idx:
+                fix += ", or declare prefix='frozen' to read the blocks before it"
+            raise MisconfigurationException(explain(rule, f"a call of {name} ({type(layer).__name__})", fix))
+
+        return hook
+
+    def _watch_gradient(self, owner_idx: int) -> Any:
+        def hook(layer: nn.Module, args: Any, output: Any) -> None:
+            block_idx = self._block_idx
+            if block_idx is None or block_idx == owner_idx:
+                return
             hidden = output[0] if isinstance(output, tuple) else output
             if isinstance(hidden, Tensor) and torch.is_grad_enabled() and hidden.requires_grad:
-                hidden.register_hook(lambda grad: _refuse_gradient(block_idx, owner))  # type: ignore[no-untyped-call]
+                hidden.register_hook(  # type: ignore[no-untyped-call]
+                    lambda grad: _refuse_gradient(block_idx, f"layers of block {owner_idx}")
+                )
 
         return hook
 

@@ -16,6 +16,7 @@ from typing import Any, Literal, cast
 import lightning as L
 import torch
 from lightning.fabric.plugins import CheckpointIO
+from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
 from lightning.fabric.utilities.apply_func import move_data_to_device
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.fabric.utilities.types import _PATH
@@ -36,20 +37,25 @@ from lightning_blocktrain.partition import Partition
 from lightning_blocktrain.partition import partition as cut
 from lightning_blocktrain.protocols import SupportsBlockTraining
 from lightning_blocktrain.rounds import OuterSGD, RoundRules
+from lightning_blocktrain.rounds.codecs import Codec, CodecName
+from lightning_blocktrain.rounds.merge import LateRule
+from lightning_blocktrain.rounds.pace import LocalSteps
 from lightning_blocktrain.strategies import block_checkpoint
 from lightning_blocktrain.strategies.block_guard import (
     BlockGuard,
     declared_layout,
+    refuse_exchange,
     refuse_scaled_accumulation,
     refuse_simulation,
     refuse_topology,
     warn_of_stale_validation,
 )
+from lightning_blocktrain.strategies.cluster import Exchange
 from lightning_blocktrain.strategies.contract import refuse_optimizers, refusing_several_optimizers
 from lightning_blocktrain.strategies.finite import refuse_non_finite_loss, with_finite_gradients
 from lightning_blocktrain.strategies.headless import MemberLauncher
-from lightning_blocktrain.strategies.launcher import find_place
 from lightning_blocktrain.strategies.member import Member, MemberSettings
+from lightning_blocktrain.strategies.place import find_place
 from lightning_blocktrain.strategies.progress import is_last_step
 from lightning_blocktrain.strategies.round_counters import RoundCounters
 from lightning_blocktrain.strategies.simulated_run import RunSettings, SimulatedRun, refuse_no_count
@@ -73,8 +79,8 @@ class BlockTrainStrategy(RoundCounters, SingleDeviceStrategy):
         replicas: Workers per block.
         sync_every: Inner steps per round.
         deadline_s: Seconds (virtual) after which a round closes without the updates that are still under way.
-        network: ``lockstep``, ``mild`` (90 % of the updates in time), ``wan`` (42 %), ``offline`` (none), or a
-            ``NetworkModel`` with one link per worker.
+        network: ``lockstep``, ``mild`` (90 % of the updates in time), ``wan`` (42 %), ``harsh`` (10 %), ``offline``
+            (none), or a ``NetworkModel`` with one link per worker.
         outer_optimizer: What turns the merged replicas into the next master; None: their plain mean.
         interface_every: Rounds between two merges of the interface (everything outside the blocks).
         inner_state: What becomes of a worker's optimizer state after a merge: ``keep``, ``reset``, or ``average``
@@ -85,8 +91,21 @@ class BlockTrainStrategy(RoundCounters, SingleDeviceStrategy):
         trim_frac: Share of the replicas that the trimmed mean drops at each end.
         clip_norm: Longest update a replica may send, L2; None: any.
         outlier_factor: Updates longer than this times the median of the last accepted ones are refused; None: never.
-        coordinator: URL of a run to join as one worker, with the token in ``BLOCKTRAIN_TOKEN``; None: the environment
-            variable ``BLOCKTRAIN_COORDINATOR``, and without it no run is joined.
+        late: An update whose round has closed is lost (``drop``), or counts in the open one with a weight of
+            ``(1 + rounds late) ** -0.5`` (``stale_weighted``), up to ``max_staleness`` rounds.
+        max_staleness: See ``late``; every block keeps so many earlier masters.
+        local_steps: A worker that is short of time takes all ``sync_every`` steps and is late (``fixed``), or sends
+            fewer (``until_deadline``).
+        deadline_quantile: A round lasts 1.25 times this quantile of the last arrivals, ``deadline_s`` at most; None:
+            ``deadline_s``.
+        codec: How updates travel: ``fp32``, ``bf16``, ``int8`` or ``topk``, or a ``Codec`` with options; the last
+            three with error feedback.
+        exchange: With processes that torchrun or SLURM has started, updates travel over HTTP to a coordinator that rank
+            0 starts (``http``), or between the ranks without one (``collective``), which has no deadline: every round
+            waits for all.
+        coordinator: URL of a run to join as one worker (of coordinators that share it all, with commas between), with
+            the token in ``BLOCKTRAIN_TOKEN``; None: the environment variable ``BLOCKTRAIN_COORDINATOR``, and without
+            it no run is joined.
         join_timeout_s: How long the first round waits for its workers.
         reconnect_timeout_s: How long a worker looks for a coordinator that does not answer.
         on_missing_block: A block that has lost all its workers keeps its parameters (``warn``), or ends the run
@@ -119,6 +138,12 @@ class BlockTrainStrategy(RoundCounters, SingleDeviceStrategy):
         trim_frac: float = 0.1,
         clip_norm: float | None = None,
         outlier_factor: float | None = None,
+        late: LateRule = "drop",
+        max_staleness: int = 2,
+        local_steps: LocalSteps = "fixed",
+        deadline_quantile: float | None = None,
+        codec: CodecName | Codec = "fp32",
+        exchange: Exchange = "http",
         coordinator: str | None = None,
         join_timeout_s: float = 300.0,
         reconnect_timeout_s: float = 120.0,
@@ -144,14 +169,24 @@ class BlockTrainStrategy(RoundCounters, SingleDeviceStrategy):
             trim_frac=trim_frac,
             clip_norm=clip_norm,
             outlier_factor=outlier_factor,
+            late=late,
+            max_staleness=max_staleness,
+            deadline_quantile=deadline_quantile,
         )
+        codec = Codec(codec) if isinstance(codec, str) else codec
         outer = outer_optimizer or OuterSGD()
-        self.settings = RunSettings(replicas, sync_every, interface_every, inner_state, rules, outer, network)
+        refuse_exchange(exchange, rules, codec, local_steps)
+        self.settings = RunSettings(
+            replicas, sync_every, interface_every, inner_state, rules, outer, network, codec, local_steps
+        )
         self.limits = MemberSettings(join_timeout_s, reconnect_timeout_s, on_missing_block)
         self.num_blocks = num_blocks
         self._coordinator = coordinator
+        self._exchange = exchange
         self.parallel_devices: list[torch.device] = []
         self.num_nodes = 1
+        self.node_rank = 0
+        self.cluster_environment: ClusterEnvironment | None = None
         self._layer_sync: object | None = None
         self._partition: Partition | None = None
         self._run: SimulatedRun | WorkerRun | None = None
@@ -220,12 +255,25 @@ class BlockTrainStrategy(RoundCounters, SingleDeviceStrategy):
 
     def set_world_ranks(self) -> None:
         """Find out which process this is, and refuse what it cannot honour; Lightning calls this in the Trainer."""
-        place = find_place(self._coordinator, len(self.parallel_devices))
-        refuse_topology(len(self.parallel_devices), self.num_nodes, self._layer_sync is not None, place.joins)
+        devices = len(self.parallel_devices)
+        place = find_place(self._coordinator, devices, self.cluster_environment, self.num_nodes, self._exchange)
+        in_job = place.cluster is not None
+        refuse_topology(devices, self.num_nodes, self._layer_sync is not None, place.joins, in_job)
         if not place.is_simulated:
-            refuse_simulation(self.settings.replicas, self.settings.network, self.settings.inner_state)
+            if not place.passes_over:
+                refuse_simulation(self.settings.replicas, self.settings.network, self.settings.inner_state)
             self.global_rank, self.local_rank = place.global_rank, place.local_rank
+            self.node_rank = 0 if place.cluster is None else place.cluster.node_rank
             self._launcher = MemberLauncher(place, partial(Member, self.settings, self.limits, place))
+
+    @override
+    def barrier(self, name: str | None = None) -> None:
+        """Meet the other ranks of a job before ``setup``, when all data are prepared; anywhere else nobody waits."""
+        # The other barriers of a fit are inside what rank 0 does alone.
+        if name == "pre_setup" and self._trainer.state.fn == TrainerFn.FITTING:
+            job = None if self._member is None else self._member.job
+            if job is not None:
+                job.gather(self._trainer)
 
     @override
     def setup(self, trainer: L.Trainer) -> None:
@@ -298,14 +346,17 @@ class BlockTrainStrategy(RoundCounters, SingleDeviceStrategy):
         trainer = self._trainer
         accumulates = trainer.fit_loop._should_accumulate()
         self._guard.refuse_changed_flags()
+        learners = self.run.learners
         try:
-            for worker in self.run.workers:
-                self._acting, self._batch_counted = worker, False
+            # Lightning needs a loss also where no worker learns: all have sent what they could before the deadline.
+            for worker in learners or self.run.workers.first:
+                self._acting, self._batch_counted = worker, not learners
                 with self.run.workers.acting(worker, optimizer):
                     gradients = partial(self._guard.gradients, worker.block_idx)
                     is_scaled = getattr(self.precision_plugin, "scaler", None) is not None
                     checked = with_finite_gradients(closure, gradients, is_scaled, self._place(worker))
-                    result = checked() if accumulates else super().optimizer_step(optimizer, checked, model, **kwargs)
+                    only_looks = accumulates or not learners
+                    result = checked() if only_looks else super().optimizer_step(optimizer, checked, model, **kwargs)
         finally:
             self._acting = None
         if not accumulates:
@@ -374,7 +425,7 @@ class BlockTrainStrategy(RoundCounters, SingleDeviceStrategy):
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any | None = None) -> None:
         """Add every worker's own state and the coordinator's to a full checkpoint, and write it."""
-        state = self._last_state if self._run is None else self._run.state_dict()
+        state = self._last_state if self._run is None else self._run_state()
         if state is not None and "optimizer_states" in checkpoint:
             # Taken out of Lightning's own place: another strategy's loaders could not take them.
             loaders = checkpoint["loops"]["fit_loop"]["state_dict"].pop("combined_loader", [])
@@ -382,17 +433,23 @@ class BlockTrainStrategy(RoundCounters, SingleDeviceStrategy):
             checkpoint[key] = {**state, "loaders": loaders}
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
+    def _run_state(self) -> Mapping[str, Any]:
+        state = self.run.state_dict()
+        return state if self._member is None else self._member.complete(state)
+
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Load the masters; a run of several processes has to know the step where it starts."""
-        if self._member is not None:
-            self._member.start_step = checkpoint.get("global_step", 0)
+        if self._member is not None and self._trainer.state.fn == TrainerFn.FITTING:
+            self._member.resume_from(checkpoint)
         super().load_model_state_dict(checkpoint, strict)
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Resume every worker; from another strategy's checkpoint each worker starts with its share of the state."""
         saved = self.run.saved_in(checkpoint)
+        if self._member is not None:
+            self._member.warn_of_fresh_starts(saved)
         if not self.run.resume(checkpoint, self.optimizers[0]):
             super().load_optimizer_state_dict(checkpoint)
             block_checkpoint.share_plain_state(self.run.workers, self.optimizers[0])
@@ -424,7 +481,7 @@ class BlockTrainStrategy(RoundCounters, SingleDeviceStrategy):
         if self._member is not None:
             self._member.close()
         if self._run is not None:
-            self._last_state = move_data_to_device(self._run.state_dict(), torch.device("cpu"))
+            self._last_state = move_data_to_device(self._run_state(), torch.device("cpu"))
             self.optimizers[0].state = self._run.workers.first_state()
         self._guard = self._run = self._partition = None
         super().teardown()

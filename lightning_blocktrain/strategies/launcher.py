@@ -20,7 +20,6 @@ import logging
 import os
 import secrets
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
@@ -29,39 +28,44 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
+from lightning_blocktrain.coordinator.process import CODE, PARENT, POLL_S, SERVE, TERM_WAIT_S, TOKEN, end_with_parent
 from lightning_blocktrain.errors import CoordinatorUnreachableError, WorkerDiedError, explain
+from lightning_blocktrain.strategies.cluster import GROUP_TIMEOUT_S, ClusterPlace
+from lightning_blocktrain.strategies.state_files import state_folder, worker_folder
+from lightning_blocktrain.transport.address import given_cafile
 
 log = logging.getLogger(__name__)
 
-URL, TOKEN, RUN_ID = "BLOCKTRAIN_COORDINATOR", "BLOCKTRAIN_TOKEN", "BLOCKTRAIN_RUN_ID"
-RANK, PARENT, FIT_IDX = "BLOCKTRAIN_RANK", "BLOCKTRAIN_PARENT", "BLOCKTRAIN_FIT_IDX"
-SERVE = "BLOCKTRAIN_SERVE"
+URL, RUN_ID = "BLOCKTRAIN_COORDINATOR", "BLOCKTRAIN_RUN_ID"
+RANK, FIT_IDX, MORE = "BLOCKTRAIN_RANK", "BLOCKTRAIN_FIT_IDX", "BLOCKTRAIN_MORE"
 DEFAULT_RUN_ID = "blocktrain"
 
 MAX_RESTARTS = 3
 START_TIMEOUT_S = 60.0
-POLL_S = 0.2
 END_WAIT_S = 10.0
 """How long workers have to leave a run that has ended well."""
-TERM_WAIT_S = 1.5
-"""From a request to end to the signal that cannot be refused."""
-
-COORDINATOR_CODE = "from lightning_blocktrain.strategies.launcher import coordinator_main; coordinator_main()"
 
 
 @dataclass(frozen=True)
 class Address:
-    """Where a run is coordinated."""
+    """Where a run is coordinated.
+
+    Args:
+        url: Of its coordinator; of several that share a run all, with commas between them.
+        run_id: Names the run.
+        token: Its secret.
+        cafile: PEM file of the authority that signed the coordinator's certificate; None: the system's.
+    """
 
     url: str
     run_id: str
     token: str = field(repr=False)
+    cafile: str | None = None
 
 
 @dataclass(frozen=True)
@@ -72,11 +76,13 @@ class Child:
         rank: Of the worker, 1 or more.
         fit_idx: Which fit of the script it is for: those before are passed over.
         address: Of the coordinator.
+        more: What else the fit needs, as ``Fleet.start_workers`` was given it.
     """
 
     rank: int
     fit_idx: int
     address: Address
+    more: Mapping[str, Any] = field(default_factory=dict)
 
 
 _told: list[Child | None] = []
@@ -100,7 +106,8 @@ def told_child() -> Child | None:
             _told.append(None)
         else:
             address = Address(os.environ.pop(URL), os.environ.pop(RUN_ID), os.environ.pop(TOKEN))
-            _told.append(Child(int(rank), int(os.environ.pop(FIT_IDX)), address))
+            more = json.loads(os.environ.pop(MORE, "{}"))
+            _told.append(Child(int(rank), int(os.environ.pop(FIT_IDX)), address, more))
             end_with_parent(int(os.environ.pop(PARENT)))
     return _told[0]
 
@@ -109,7 +116,7 @@ def given_address(coordinator: str | None) -> Address | None:
     """Return the address of the run to join, from the argument or the environment; None: there is none.
 
     Raises:
-        ValueError: If there is a URL and no token.
+        ValueError: If there is a URL and no token, or the file of a private authority is missing.
     """
     url = coordinator or os.environ.get(URL)
     if not url:
@@ -118,79 +125,7 @@ def given_address(coordinator: str | None) -> Address | None:
     if not token:
         rule = f"whoever joins a run needs its token in the environment variable {TOKEN}"
         raise ValueError(explain(rule, f"coordinator={url}", "export the token that the coordinator printed"))
-    return Address(url, os.environ.get(RUN_ID, DEFAULT_RUN_ID), token)
-
-
-@dataclass(frozen=True)
-class Place:
-    """Which process of a run this is.
-
-    Args:
-        num_workers: W where it leads, as rank 0; else None.
-        child: What rank 0 told it; None: it was not started by one.
-        address: Of the run it takes part in; None where it leads, or simulates its workers.
-    """
-
-    num_workers: int | None
-    child: Child | None
-    address: Address | None
-
-    @property
-    def is_simulated(self) -> bool:
-        """Whether all workers are in this process."""
-        return self.num_workers is None and self.address is None
-
-    @property
-    def joins(self) -> bool:
-        """Whether it takes part in a run that it was not started for."""
-        return self.child is None and self.address is not None
-
-    @property
-    def global_rank(self) -> int:
-        """0 in the one process that validates, logs and writes; a process that joins learns its own number later."""
-        return self.child.rank if self.child is not None else int(self.joins)
-
-    @property
-    def local_rank(self) -> int:
-        """0 in the one process of a machine that prepares data."""
-        return 0 if self.child is None else self.child.rank
-
-
-def find_place(coordinator: str | None, devices: int) -> Place:
-    """Find out which process this is.
-
-    Args:
-        coordinator: URL of the run to join; None: what the environment says.
-        devices: Of the Trainer; above 1 they are worker processes.
-
-    Raises:
-        ValueError: If there is a URL and no token.
-    """
-    child = told_child()
-    if child is not None:
-        return Place(None, child, child.address)
-    address = given_address(coordinator)
-    return Place(devices if devices > 1 and address is None else None, None, address)
-
-
-def end_with_parent(parent_pid: int, last: Callable[[], object] | None = None) -> None:
-    """End this process, from a thread, when the process ``parent_pid`` is no longer its parent.
-
-    Args:
-        parent_pid: Whom to watch.
-        last: Called when this process has had its time to end by itself.
-    """
-
-    def watch() -> None:
-        while os.getppid() == parent_pid:
-            time.sleep(POLL_S)
-        os.kill(os.getpid(), signal.SIGTERM)
-        time.sleep(TERM_WAIT_S)
-        if last is not None:
-            last()
-        os._exit(1)
-
-    threading.Thread(target=watch, name="blocktrain-parent", daemon=True).start()
+    return Address(url, os.environ.get(RUN_ID, DEFAULT_RUN_ID), token, given_cafile())
 
 
 class Fleet:
@@ -206,14 +141,38 @@ class Fleet:
         self._ending = threading.Event()
         self._watch: threading.Thread | None = None
 
-    def start_coordinator(self) -> Address:
-        """Start the coordinator on a free port of the loopback address, and watch over it.
+    @property
+    def folder(self) -> Path:
+        """Where the coordinator keeps its state, and the workers leave theirs; it ends with the fleet."""
+        assert self._folder is not None
+        return self._folder
+
+    def start_coordinator(
+        self,
+        kept_versions: int = 1,
+        prepare: Callable[[Path, str, str], None] | None = None,
+        place: ClusterPlace | None = None,
+    ) -> Address:
+        """Start the coordinator on a free port, and watch over it.
+
+        Args:
+            kept_versions: Versions of each entry that it keeps in its state folder.
+            prepare: Writes into that folder, given also run id and token, the state with which it begins; None: it
+                waits to be founded.
+            place: In a job: it listens where the job's other nodes reach it, and lingers until its ranks have left;
+                None: on the loopback address.
 
         Raises:
             CoordinatorUnreachableError: If it does not listen in time.
         """
         self._folder = Path(tempfile.mkdtemp(prefix="blocktrain-"))
+        worker_folder(self._folder).mkdir()
         self._run_id, self._token = secrets.token_hex(8), secrets.token_urlsafe(32)
+        self._serves: dict[str, Any] = {"kept_versions": kept_versions}
+        if place is not None:
+            self._serves |= {"host": place.coordinator_host, "linger_s": GROUP_TIMEOUT_S}
+        if prepare is not None:
+            prepare(state_folder(self._folder), self._run_id, self._token)
         self._coordinator = self._spawn_coordinator(port=0)
         url = self._await_url(self._coordinator)
         self._watch = threading.Thread(target=self._keep_coordinator, name="blocktrain-watch", daemon=True)
@@ -222,9 +181,10 @@ class Fleet:
         return self.address
 
     def _spawn_coordinator(self, port: int) -> "subprocess.Popen[bytes]":
-        told = {"run_id": self._run_id, "port": port, "folder": str(self._folder)}
+        folders = {"folder": str(self.folder), "state": str(state_folder(self.folder))}
+        told = {"run_id": self._run_id, "port": port, **folders, "serves": self._serves}
         environment = {SERVE: json.dumps(told), TOKEN: self._token, "OMP_NUM_THREADS": "1"}
-        return _spawn([sys.executable, "-c", COORDINATOR_CODE], environment)
+        return _spawn([sys.executable, "-c", CODE], environment)
 
     def _await_url(self, process: "subprocess.Popen[bytes]") -> str:
         assert self._folder is not None
@@ -252,8 +212,13 @@ class Fleet:
             rank_zero_warn(f"The coordinator ended with exit code {code}; restart {num_restarts} of {MAX_RESTARTS}.")
             self._coordinator = self._spawn_coordinator(int(self.address.url.rpartition(":")[2]))
 
-    def start_workers(self, num_workers: int, fit_idx: int) -> None:
+    def start_workers(self, num_workers: int, fit_idx: int, more: Mapping[str, Any] | None = None) -> None:
         """Run this process's command once more for every rank but 0.
+
+        Args:
+            num_workers: W.
+            fit_idx: Which fit of the script they are for.
+            more: What else they are told, as JSON.
 
         Raises:
             RuntimeError: If the command cannot be run again.
@@ -266,6 +231,7 @@ class Fleet:
             TOKEN: self.address.token,
             PARENT: str(os.getpid()),
             FIT_IDX: str(fit_idx),
+            MORE: json.dumps(dict(more or {})),
             "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(threads_for(num_workers))),
         }
         for rank in range(1, num_workers):
@@ -352,30 +318,3 @@ def again() -> list[str]:
 def threads_for(num_processes: int) -> int:
     """Return the threads that each of so many processes may use."""
     return max(1, len(os.sched_getaffinity(0)) // num_processes)
-
-
-def coordinator_main() -> None:
-    """Be the coordinator that rank 0 has started; ends with the run, on a signal, or with rank 0."""
-    from lightning_blocktrain.coordinator.serve import ServeSettings, serve
-
-    told: dict[str, Any] = json.loads(os.environ.pop(SERVE))
-    folder, parent_pid = Path(told["folder"]), int(os.environ.pop(PARENT))
-    remove = partial(shutil.rmtree, folder, ignore_errors=True)
-    end_with_parent(parent_pid, last=remove)
-    settings = ServeSettings(
-        run_id=told["run_id"], token=os.environ.pop(TOKEN), port=told["port"], state_dir=folder / "state"
-    )
-    logging.basicConfig(level=logging.WARNING, format="coordinator: %(message)s")
-    code = serve(settings, on_listening=_note_url(folder))
-    if os.getppid() != parent_pid:  # else rank 0 removes it, or starts this coordinator again
-        remove()
-    sys.exit(code)
-
-
-def _note_url(folder: Path) -> Callable[[str], None]:
-    def note(url: str) -> None:
-        temporary = folder / "url.tmp"
-        temporary.write_text(url)
-        temporary.replace(folder / "url")
-
-    return note

@@ -9,7 +9,7 @@ moment              rank 0                                      started by rank 
 ``enter`` (setup)   knows its place                             joins as its rank              founds if need be, joins
 ``make_run``        coordinator, found, starts the workers
 ``begin``           joins, waits until all have                 fetches                        fetches
-``end``             stops the run, waits for the workers        leaves                         leaves
+``end``             stops the run, waits for the workers        leaves                         fetches all, leaves
 ``close``           ends all processes that are left            closes its line                closes its line
 ==================  ==========================================  =============================  =====================
 """
@@ -23,21 +23,32 @@ import socket
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
 
 import lightning as L
 import torch
-from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 
+from lightning_blocktrain.coordinator.standing import store_standing
 from lightning_blocktrain.errors import TransportError, explain
 from lightning_blocktrain.partition import Partition
-from lightning_blocktrain.strategies.launcher import Fleet, Place, threads_for
+from lightning_blocktrain.strategies import block_checkpoint
+from lightning_blocktrain.strategies.block_guard import refuse_few_workers
+from lightning_blocktrain.strategies.job import Job
+from lightning_blocktrain.strategies.launcher import Fleet, threads_for
+from lightning_blocktrain.strategies.passed_fits import noted_fits
+from lightning_blocktrain.strategies.place import Place
 from lightning_blocktrain.strategies.progress import skip_steps
+from lightning_blocktrain.strategies.run_parts import RunParts, warn_of_fresh_starts
 from lightning_blocktrain.strategies.simulated_run import RunSettings
+from lightning_blocktrain.strategies.state_files import WorkerFiles, kept_versions, worker_folder
 from lightning_blocktrain.strategies.worker_run import WorkerRun, masters_of
 from lightning_blocktrain.strategies.worker_shard import Shard
+from lightning_blocktrain.strategies.workers import buffer_names
 from lightning_blocktrain.transport import RunTerms, Transport, Welcome, WorkerFacts
 from lightning_blocktrain.transport.terms import OnMissingBlock
 
@@ -83,7 +94,12 @@ class Member:
         self.limits = limits
         self.start_step = 0
         self._num_workers = place.num_workers
-        self._rank = None if place.child is None else place.child.rank
+        self._rank = place.given_rank
+        self.job = None if place.cluster is None else Job(place.cluster, fit_idx, limits.join_timeout_s)
+        """What the job adds whose launcher has started all ranks; None: there is none."""
+        self._reads_prefix = False
+        self._ends_with_fit = place.child is not None
+        self._more = {} if place.child is None else place.child.more
         self._address = place.address
         self._fit_idx = fit_idx
         self._fleet = Fleet()
@@ -93,7 +109,10 @@ class Member:
         self._max_rounds: int | None = None
         self._trainer: L.Trainer | None = None
         self._run: WorkerRun | None = None
+        self._parts: RunParts | None = None
+        self._stands: Mapping[str, Any] | None = None
         self._num_blocks = 1
+        self._spared: tuple[str, ...] = ()
         self._num_threads_before: int | None = None
 
     @property
@@ -115,16 +134,19 @@ class Member:
             TransportError: If the run cannot be joined.
         """
         self._trainer, self._num_blocks = trainer, partition.num_blocks
+        self._spared = buffer_names(module, partition)
+        self._reads_prefix = partition.layout.prefix == "frozen"
+        if self.job is not None:
+            self.job.enter(partition.num_blocks)
         if self._num_workers is not None:
-            if self._num_workers < partition.num_blocks:
-                rule = "every block needs a worker: devices must be at least num_blocks"
-                got = f"devices={self._num_workers}, num_blocks={partition.num_blocks}"
-                raise MisconfigurationException(explain(rule, got, "use more devices or fewer blocks"))
+            refuse_few_workers(self._num_workers, partition.num_blocks)
             self._share_cores(self._num_workers)
             seed = torch.initial_seed() % 2**63
             self._shard = Shard(0, self._num_workers, seed, torch.get_rng_state())
             self._max_rounds = self._rounds_of(trainer.estimated_stepping_batches)
             return
+        if self.job is not None and not self.job.is_collective:
+            self._address, self._more = self.job.told(self.look_up)
         line = self._open()
         masters = masters_of(module, partition)
         if self._rank is None:
@@ -145,13 +167,37 @@ class Member:
         settings, block_idx = self.settings, 0
         if welcome is not None:
             settings, block_idx = replace(settings, sync_every=welcome.terms.sync_every), welcome.block_idx
-        run = WorkerRun(module, partition, settings, shard.worker_id, block_idx, shard.seed, self.leads)
+        run = WorkerRun(
+            module, partition, settings, shard.worker_id, block_idx, shard.seed, self.leads, self._ends_with_fit
+        )
         self._run = run
         if self._num_workers is not None:
-            self._address = self._fleet.start_coordinator()
-            self._open().found(self._terms(run.masters, shard.seed, shard.order_state), run.masters)
-            self._fleet.start_workers(self._num_workers, self._fit_idx)
+            self._start_fleet(run, self._num_workers)
         return run
+
+    def _start_fleet(self, run: WorkerRun, num_workers: int) -> None:
+        assert self._trainer is not None
+        # Without a callback that writes checkpoints nobody asks for the states that they would hold.
+        writes = bool(self._trainer.checkpoint_callbacks) and (self.job is None or self.job.shares_folders)
+        kept = kept_versions(self.settings.interface_every) if writes else 1
+        masters, shard = run.masters, self.shard
+        terms = self._terms(masters, shard.seed, shard.order_state)
+        if self.job is not None and self.job.is_collective:
+            self._open().found(terms, masters)
+            return
+        stands, self._stands = self._stands, None
+        prepare = partial(store_standing, terms=terms, masters=masters, stands=stands) if stands else None
+        place = None if self.job is None else self.job.place
+        self._address = self._fleet.start_coordinator(kept, prepare, place)
+        self._open().found(terms, masters)
+        path, states = self._trainer.ckpt_path, str(worker_folder(self._fleet.folder)) if writes else None
+        more = {"ckpt_path": path and str(path), "states": states, "kept_versions": kept, "passed": noted_fits()}
+        if self.job is None:
+            self._fleet.start_workers(num_workers, self._fit_idx, more)
+        else:
+            self.job.tell(self._address, more)
+        if writes:
+            self._parts = RunParts(self._fleet.folder, run)
 
     def begin(self) -> None:
         """Take up the run where it stands; rank 0 first waits until all its workers have joined.
@@ -169,8 +215,19 @@ class Member:
                 time.sleep(POLL_S)
         assert self._welcome is not None
         self.start_step = self._welcome.terms.worker_settings["start_step"]
-        self._run.begin(self._line, self._welcome, self.look_up)
+        resumes = self.leads or self._rank is not None
+        self._run.begin(self._line, self._welcome, self.look_up, self._write_state, self._settle_parts, resumes)
         self._follow_schedule(steps_taken=0)
+
+    def _write_state(self) -> None:
+        if self._more.get("states") is not None:
+            assert self._run is not None
+            files = WorkerFiles(Path(self._more["states"]), self.shard.worker_id, self._more["kept_versions"])
+            files.write(self._run.version, block_checkpoint.own_states(self._run.workers))
+
+    def _settle_parts(self) -> None:
+        if self._parts is not None and self._line is not None:
+            self._parts.settle(self._line, self.look_up)
 
     def keep_pace(self, last: bool) -> None:
         """After every step: follow the run where it has gone on without this worker, and stop where it has ended."""
@@ -199,15 +256,27 @@ class Member:
         assert self._trainer is not None
         if self._trainer.received_sigterm:
             raise SIGTERMException
-        for rank, code in self._fleet.newly_dead().items():
+        for rank in self._warn_of_dead():
+            if self._line is not None:
+                self._line.dismiss(rank)  # or its rounds would wait until its silence tells
+
+    def _warn_of_dead(self) -> list[int]:
+        dead = self._fleet.newly_dead()
+        for rank, code in dead.items():
             where = f"Worker {rank} (block {rank % self._num_blocks})"
             rank_zero_warn(f"{where} ended with exit code {code}; the run goes on without it.")
+        return list(dead)
 
     def end(self) -> None:
         """Merge what is left of an unfinished round, and leave; rank 0 ends the run."""
         if self._line is None or self._run is None:
             return
         self._run.finish()
+        if self._parts is not None and not self._run.ended:
+            self._run.assemble()
+            self._parts.remember()
+        if not self._ends_with_fit:
+            self._run.make_whole()
         try:
             if self.leads:
                 self._line.stop("rank 0 has finished")
@@ -217,13 +286,17 @@ class Member:
             log.info("the coordinator was not told of the end: %s", exc)
         self._run.detach()
         if self.leads:
+            if self.job is not None:
+                self.job.await_ranks(self._line, self.look_up)
             self._fleet.await_workers()
-            self.look_up()
+            self._warn_of_dead()
 
     def close(self) -> None:
         """End what this process has started and give up its line; any number of times."""
         if self._run is not None:
             self._run.detach()
+            if not self._ends_with_fit:
+                self._run.make_whole()  # of a fit that failed: it must not look sound
         if self._line is not None:
             self._line.close()
             self._line = None
@@ -232,7 +305,7 @@ class Member:
             torch.set_num_threads(self._num_threads_before)
 
     def _share_cores(self, num_workers: int) -> None:
-        if "OMP_NUM_THREADS" not in os.environ:
+        if "OMP_NUM_THREADS" not in os.environ and self.job is None:  # a job's cores are its launcher's to share
             self._num_threads_before = torch.get_num_threads()
             torch.set_num_threads(threads_for(num_workers))
 
@@ -240,16 +313,43 @@ class Member:
         """Pass a signal on to the workers that this process has started."""
         self._fleet.signal_workers(number)
 
+    # Checkpoints
+
+    def resume_from(self, checkpoint: Mapping[str, Any]) -> None:
+        """Note where the run of a checkpoint stood; before ``enter``, and rank 0's word holds for all."""
+        self.start_step = checkpoint.get("global_step", 0)
+        takes_over = self.leads and (self.job is None or not self.job.is_collective)
+        self._stands = block_checkpoint.standing_of(block_checkpoint.saved_run(checkpoint)) if takes_over else None
+        if self._stands is not None:
+            # The versions go on; what a checkpoint inside a round is ahead of them stays ahead.
+            self.start_step -= self._stands["version"] * self.settings.sync_every
+
+    def warn_of_fresh_starts(self, saved: Mapping[str, Any]) -> None:
+        """Warn, in rank 0, of what a checkpoint lacks to resume the whole run; see ``run_parts``."""
+        if self._num_workers is not None:
+            warn_of_fresh_starts(saved, self._num_workers, self._num_blocks, self.settings.outer_optimizer)
+
+    def complete(self, state: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return this worker's state, in rank 0 with that of the other processes where a checkpoint needs it."""
+        return state if self._parts is None else self._parts.complete(state)
+
     # What the coordinator is told
 
     def _open(self) -> Transport:
+        if self.job is not None and self.job.is_collective:
+            assert self._trainer is not None
+            self._line = self.job.line(self._trainer, self._reads_prefix, self.look_up)
+            return self._line
         from lightning_blocktrain.transport.http import HttpTransport  # here: importing the package must stay light
+        from lightning_blocktrain.transport.shared import line_to
 
         assert self._address is not None
-        where = self._address
-        self._line = HttpTransport(
-            where.url, where.run_id, where.token, reconnect_timeout_s=self.limits.reconnect_timeout_s
-        )
+        where, wait_s = self._address, self.limits.reconnect_timeout_s
+
+        def open_one(url: str) -> Transport:
+            return HttpTransport(url, where.run_id, where.token, cafile=where.cafile, reconnect_timeout_s=wait_s)
+
+        self._line = line_to(where.url, open_one)
         return self._line
 
     def _terms(self, masters: Mapping[str, Mapping[str, Tensor]], seed: int, order_state: Tensor) -> RunTerms:
@@ -257,12 +357,14 @@ class Member:
             num_blocks=self._num_blocks,
             sync_every=self.settings.sync_every,
             rules=self.settings.rules,
-            outer=self.settings.outer_optimizer,
+            outer=replace(self.settings.outer_optimizer, spared=self._spared),
             interface_every=self.settings.interface_every,
             num_workers=self._num_workers,
             max_rounds=self._max_rounds,
             join_timeout_s=self.limits.join_timeout_s,
             on_missing_block=self.limits.on_missing_block,
+            codec=self.settings.codec,
+            local_steps=self.settings.local_steps,
             identity={"model": _shape_digest(masters)},
             worker_settings={"seed": seed, "order_state": _as_text(order_state), "start_step": self.start_step},
         )

@@ -40,3 +40,8 @@ class RoundCounters:
     def accepted_tokens(self) -> int:
         """Target tokens behind the accepted block updates, summed over all workers."""
         return self._tally.accepted_tokens
+
+    @property
+    def sent_bytes(self) -> int:
+        """Bytes of the updates that the workers of this process have sent, as encoded; masters come back beside."""
+        return self._tally.sent_bytes

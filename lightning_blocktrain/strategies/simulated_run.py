@@ -4,7 +4,7 @@ Owns what happens between the steps; knows nothing of Lightning.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import Tensor, nn
@@ -20,8 +20,17 @@ from lightning_blocktrain.coordinator import (
 from lightning_blocktrain.errors import explain
 from lightning_blocktrain.partition import Partition
 from lightning_blocktrain.rounds import INTERFACE, OuterSGD, RoundReport, RoundRules, block_entry
+from lightning_blocktrain.rounds.codecs import Codec, wire_bytes
+from lightning_blocktrain.rounds.pace import LocalSteps, check_local_steps
 from lightning_blocktrain.strategies import block_checkpoint
-from lightning_blocktrain.strategies.workers import InnerState, SimulatedWorkers, Worker, fp32, process_streams
+from lightning_blocktrain.strategies.workers import (
+    InnerState,
+    SimulatedWorkers,
+    Worker,
+    buffer_names,
+    fp32,
+    process_streams,
+)
 
 
 @dataclass(frozen=True)
@@ -39,8 +48,14 @@ class RunSettings:
     rules: RoundRules
     outer_optimizer: OuterSGD
     network: str | NetworkModel
+    codec: Codec = field(default_factory=lambda: Codec("fp32"))
+    local_steps: LocalSteps = "fixed"
 
     def __post_init__(self) -> None:
+        check_local_steps(self.local_steps)
+        if not isinstance(self.codec, Codec):
+            got = f"codec={self.codec!r}"
+            raise ValueError(explain("codec must be a Codec or its name", got, "choose fp32, bf16, int8 or topk"))
         for name in ("replicas", "sync_every", "interface_every"):
             refuse_no_count(name, getattr(self, name))
         if not isinstance(self.outer_optimizer, OuterSGD):
@@ -78,6 +93,7 @@ class Tally:
         worker_steps: Inner optimizer steps, summed over workers.
         worker_tokens: Target tokens processed, summed over workers.
         accepted_tokens: Target tokens behind the accepted block updates.
+        sent_bytes: Of the updates that the workers of this process have sent, as encoded.
         round_reports: The reports of the newest finished round, one per entry that closed.
     """
 
@@ -85,6 +101,7 @@ class Tally:
     worker_steps: int = 0
     worker_tokens: int = 0
     accepted_tokens: int = 0
+    sent_bytes: int = 0
     round_reports: Sequence[RoundReport] = field(default=())
 
     def state_dict(self) -> dict[str, int]:
@@ -111,16 +128,26 @@ class SimulatedRun:
         masters = {block_entry(b): self._merged(names) for b, names in enumerate(self.workers.block_names)}
         if self.workers.interface_names:
             masters[INTERFACE] = self._merged(self.workers.interface_names)
+        outer = replace(settings.outer_optimizer, spared=buffer_names(module, partition))
         update_bytes = max(update_bytes_of(masters, b) for b in range(partition.num_blocks))
         self.coordinator = SimulatedCoordinator(
             masters,
             block_of_worker=[worker.block_idx for worker in self.workers],
             rules=settings.rules,
-            make_outer=lambda: settings.outer_optimizer,
+            make_outer=lambda: outer,
             network=settings.network_for(len(self.workers), update_bytes),
             seed=seed,
             interface_every=settings.interface_every,
+            upload_frac=_upload_frac(settings.codec, masters),
         )
+
+    @property
+    def learners(self) -> list[Worker]:
+        """Workers that take the next step; with ``local_steps="until_deadline"`` others may have sent theirs by now."""
+        if self.settings.local_steps == "fixed":
+            return list(self.workers)
+        sync_every, in_time = self.settings.sync_every, self.coordinator.steps_in_time
+        return [worker for worker in self.workers if worker.num_steps < in_time(worker.worker_id, sync_every)]
 
     def count_batch(self, worker: Worker, num_tokens: int) -> None:
         """Count a batch that ``worker`` has trained on."""
@@ -129,10 +156,12 @@ class SimulatedRun:
 
     def finish_step(self, last: bool) -> None:
         """Count one inner step of every worker; close the round if it is full or the run ends here."""
-        for worker in self.workers:
+        learners = self.learners
+        for worker in learners:
             worker.num_steps += 1
+        for worker in self.workers:
             worker.gradients = {}  # spent; what one worker needs at a time is not held for all of them
-        self.tally.worker_steps += len(self.workers)
+        self.tally.worker_steps += len(learners)
         self.steps_in_round += 1
         if last or self.steps_in_round == self.settings.sync_every:
             self.finish_round(final=last)
@@ -142,6 +171,7 @@ class SimulatedRun:
         shares_interface = self.coordinator.interface_due(final)
         updates = [self._update_of(worker, shares_interface) for worker in self.workers]
         outcome = self.coordinator.finish_round(updates, final=final)
+        self._confirm(outcome.reports)
         masters = self.coordinator.masters
         for report in outcome.reports:
             self.workers.load_masters(masters[report.entry])
@@ -167,8 +197,8 @@ class SimulatedRun:
         """Do nothing: the module shows all masters whenever no worker acts."""
 
     def _update_of(self, worker: Worker, shares_interface: bool) -> WorkerRound:
-        block = _pick(worker.local, self.workers.block_names[worker.block_idx])
-        interface = _pick(worker.local, self.workers.interface_names) if shares_interface else None
+        block = self._sent(worker, block_entry(worker.block_idx), self.workers.block_names[worker.block_idx])
+        interface = self._sent(worker, INTERFACE, self.workers.interface_names) if shares_interface else None
         return WorkerRound(
             worker_id=worker.worker_id,
             num_steps=worker.num_steps,
@@ -176,6 +206,24 @@ class SimulatedRun:
             block_params=block,
             interface_params=interface,
         )
+
+    def _sent(self, worker: Worker, entry: str, names: Sequence[str]) -> dict[str, Tensor]:
+        """Return what the coordinator makes of a worker's update."""
+        codec = self.settings.codec
+        if codec.name == "fp32":
+            params = _pick(worker.local, names)
+            self.tally.sent_bytes += sum(tensor.numel() * tensor.element_size() for tensor in params.values())
+            return params
+        encoded = worker.encode(codec, entry, {name: self.workers.merged[name] for name in names})
+        self.tally.sent_bytes += wire_bytes(encoded)
+        return codec.decode(encoded, self.coordinator.masters[entry])
+
+    def _confirm(self, reports: Iterable[RoundReport]) -> None:
+        # An update that is still under way, and counts later as stale work, leaves the debt as it was.
+        for report in reports:
+            for worker in self.workers:
+                if worker.worker_id in report.accepted and report.entry in worker.feedback:
+                    worker.feedback[report.entry].confirm()
 
     def _merged(self, names: Iterable[str]) -> dict[str, Tensor]:
         return _pick(self.workers.merged, names)
@@ -226,6 +274,11 @@ class SimulatedRun:
         block_checkpoint.load_worker_states(self.workers, optimizer, param_groups, state["workers"])
         self.steps_in_round = state["steps_in_round"]
         self.tally = Tally(**state["tally"])
+
+
+def _upload_frac(codec: Codec, masters: Mapping[str, Mapping[str, Tensor]]) -> float:
+    exact, most = (sum(kind.max_bytes(tensors) for tensors in masters.values()) for kind in (Codec("fp32"), codec))
+    return most / exact if exact else 1.0
 
 
 def _pick(tensors: Mapping[str, Tensor], names: Iterable[str]) -> dict[str, Tensor]:

@@ -10,6 +10,7 @@ submitted before anything is awaited. Waiting happens in short slices, so that w
 import logging
 import time
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import fields
 from typing import Any
 
 from lightning_utilities.core.rank_zero import rank_zero_warn
@@ -24,11 +25,14 @@ from lightning_blocktrain.errors import (
     UnauthorisedError,
     explain,
 )
+from lightning_blocktrain.heap import trim_heap
 from lightning_blocktrain.partition import Partition
 from lightning_blocktrain.rounds import INTERFACE, RoundReport, Verdict, block_entry
 from lightning_blocktrain.strategies import block_checkpoint
+from lightning_blocktrain.strategies.pace import Pace
 from lightning_blocktrain.strategies.simulated_run import RunSettings, Tally
-from lightning_blocktrain.strategies.workers import SimulatedWorkers, Worker, fp32, trained_tensors
+from lightning_blocktrain.strategies.whole import make_whole
+from lightning_blocktrain.strategies.workers import SimulatedWorkers, Worker, fp32, process_streams, trained_tensors
 from lightning_blocktrain.transport import Submission, Transport, Welcome
 
 log = logging.getLogger(__name__)
@@ -52,7 +56,9 @@ class WorkerRun:
         worker_id: Which worker.
         block_idx: The block it trains.
         seed: Of the run, for the worker's random stream.
-        assembles: Whether the module is to show all blocks' masters; else those that the worker's loss reads.
+        assembles: Whether the module is to show all blocks' masters; else those that the worker's loss reads, and the
+            others are released.
+        for_good: Whether nobody uses the module after the run, so that ``make_whole`` is never called.
     """
 
     def __init__(
@@ -64,6 +70,7 @@ class WorkerRun:
         block_idx: int,
         seed: int,
         assembles: bool = False,
+        for_good: bool = False,
     ) -> None:
         self.settings = settings
         self.partition = partition
@@ -71,24 +78,29 @@ class WorkerRun:
         self.steps_in_round = 0
         self.ended = False
         """Whether the run is over: nothing that this worker does would count."""
-        self.workers = SimulatedWorkers(module, partition, 0, seed, {worker_id: block_idx})
+        kept = None if assembles else {block_idx, *_prefix(partition, block_idx)}
+        self.workers = SimulatedWorkers(module, partition, 0, seed, {worker_id: block_idx}, kept, for_good)
         [self.worker] = self.workers
         self.entry = block_entry(block_idx)
         self._names = {block_entry(b): names for b, names in enumerate(self.workers.block_names)}
         if self.workers.interface_names:
             self._names[INTERFACE] = self.workers.interface_names
         others = range(partition.num_blocks) if assembles else _prefix(partition, block_idx)
-        self._watched = [block_entry(b) for b in others if b != block_idx]
+        self.watched = [block_entry(b) for b in others if b != block_idx]
         self._assembles = assembles
+        self._reads_prefix = partition.layout.prefix == "frozen"
         self._versions: dict[str, int] = {}
         self._sent_interface = False
+        self._pace = Pace()
         self._line: Transport | None = None
-        self._look_up: Callable[[], None] = _nothing
+        self._keeps_interface = False
+        self._look_up = self._on_round = self._on_assembled = _nothing
 
     @property
     def masters(self) -> dict[str, dict[str, Tensor]]:
-        """Copies of the masters by entry, as the module shows them; floating ones in fp32."""
-        return {entry: fp32({n: self.workers.merged[n] for n in names}) for entry, names in self._names.items()}
+        """The masters by entry, as the module shows them, not to be written to; floating ones in fp32."""
+        merged = self.workers.merged
+        return {entry: fp32({n: merged[n] for n in names}, copy=False) for entry, names in self._names.items()}
 
     @property
     def version(self) -> int:
@@ -100,19 +112,52 @@ class WorkerRun:
         """Inner steps of a worker that has missed none, when the round began that this worker is in."""
         return self.version * self.settings.sync_every
 
-    def begin(self, line: Transport, welcome: Welcome, look_up: Callable[[], None] | None = None) -> None:
+    @property
+    def versions(self) -> dict[str, int]:
+        """By entry, the versions that the module shows."""
+        return dict(self._versions)
+
+    def show(self, entry: str, version: int, params: Mapping[str, Tensor]) -> None:
+        """Let the module show another version of a watched entry, until there is a newer one."""
+        self.workers.load_masters(params)
+        self._versions[entry] = version
+
+    def begin(
+        self,
+        line: Transport,
+        welcome: Welcome,
+        look_up: Callable[[], None] | None = None,
+        on_round: Callable[[], None] | None = None,
+        on_assembled: Callable[[], None] | None = None,
+        resumes: bool = False,
+    ) -> None:
         """Start from the run's masters; the worker has joined.
 
         Args:
             line: To the coordinator, until ``finish``; the caller closes it.
             welcome: What the coordinator answered to the join.
             look_up: Called at least once per ``SLICE_S`` of waiting; what it raises ends the wait.
+            on_round: Called whenever a round of this worker begins.
+            on_assembled: Called whenever the module has been assembled.
+            resumes: Whether the run goes on from the checkpoint that ``resume`` was given, if any: the worker then
+                keeps its copy of an interface that was not merged in the round before.
         """
         self._line, self._welcome = line, welcome
-        self._look_up = look_up or _nothing
-        for entry in self._names if self._assembles else {self.entry, INTERFACE, *self._watched} & self._names.keys():
+        self._look_up, self._on_round, self._on_assembled = (
+            call or _nothing for call in (look_up, on_round, on_assembled)
+        )
+        for entry in (self.entry, *self.watched):
             self._receive(entry, -1, SLICE_S)
-        self.workers.fetch(self.worker, interface_too=True)
+        self._take_interface()
+        self.workers.fetch(self.worker, interface_too=not (resumes and self._keeps_interface))
+        self._pace = Pace(welcome.terms.local_steps, welcome.terms.rules.deadline_s)
+        self._pace.begin()
+        self._on_round()
+
+    @property
+    def learners(self) -> list[Worker]:
+        """The worker: whatever it has sent, it goes on."""
+        return list(self.workers)
 
     def count_batch(self, worker: Worker, num_tokens: int) -> None:
         """Count a batch that the worker has trained on."""
@@ -125,51 +170,82 @@ class WorkerRun:
         self.worker.gradients = {}
         self.tally.worker_steps += 1
         self.steps_in_round += 1
-        if (last or self.steps_in_round == self.settings.sync_every) and not self.ended:
+        is_full = self.steps_in_round == self.settings.sync_every or self._pace.is_time_to_send(self.steps_in_round)
+        if (last or is_full) and not self.ended:
             self.finish_round()
             if last:
                 self.assemble()
 
     def finish_round(self) -> None:
         """Submit the replica, wait until the round has closed, and go on from its result."""
+        trim_heap()  # of gradients and activations
         self.send_round()
+        trim_heap()  # of what a codec took
         self.take_round()
 
     def send_round(self) -> None:
         """Submit the block, and the interface if its turn has come."""
         self._sent_interface = INTERFACE in self._names and self._welcome.terms.interface_due(self.version)
-        for entry in (self.entry, INTERFACE) if self._sent_interface else (self.entry,):
-            self._submit(entry)
+        with self._pace.sending():
+            for entry in (self.entry, INTERFACE) if self._sent_interface else (self.entry,):
+                self._submit(entry)
 
     def take_round(self) -> None:
         """Wait until what was submitted has become a new version, and start from that."""
         self._receive(self.entry, self.version, self._patience_s)
-        wait_s = self._patience_s if self._sent_interface else 0.0
-        # Who was late may have missed a merge of the interface that was not due in its own round.
-        took_interface = INTERFACE in self._names and self._receive(INTERFACE, self._versions[INTERFACE], wait_s)
-        for entry in self._watched:
+        took_interface = self._take_interface()
+        for entry in self.watched:
             self._receive(entry, self._versions.get(entry, -1), 0.0)
+            if self._assembles and not self._reads_prefix:
+                self._expect(entry)
         self.workers.fetch(self.worker, interface_too=took_interface)
         self.workers.renew_optimizer_states(self.settings.inner_state, interface_too=took_interface)
+        self._pace.begin()
         self.worker.num_steps = self.worker.num_tokens = self.steps_in_round = 0
         self.tally.num_rounds_closed += 1
         if self._assembles:
             self._count_rounds()
+        if not self.ended:
+            self._on_round()
+
+    def _take_interface(self) -> bool:
+        """Load the interface if there is a newer one, waiting for that of the block's version; return whether it was.
+
+        Who comes back or joins while it is being merged would else begin with an older one, and stay behind.
+        """
+        if INTERFACE not in self._names:
+            return False
+        seen, due = self._versions.get(INTERFACE, -1), self._welcome.terms.interface_round(self.version)
+        if seen < due:
+            return self._receive(INTERFACE, due - 1, self._patience_s)
+        return self._receive(INTERFACE, seen, 0.0)
+
+    def _expect(self, entry: str) -> None:
+        # The other blocks are only looked at: they arrive while this one trains, and are shown a round later at most.
+        assert self._line is not None
+        if not self.ended:
+            self._line.expect(entry, self._versions.get(entry, -1))
 
     def assemble(self) -> None:
         """Wait until the module shows every watched block as it was, or newer, when this worker's round began."""
         if self._line is None:
             return
-        for entry in self._watched:
+        for entry in self.watched:
             seen = self._versions.get(entry, -1)
             if seen < self.version and not self._receive(entry, self.version - 1, self._patience_s):
                 log.warning("%s is still at version %d: its workers lag behind", entry, seen)
+        if not self.ended:
+            self._on_assembled()
 
     def finish(self) -> None:
         """Merge what a worker that was stopped inside a round has not merged yet."""
         if self.steps_in_round and not self.ended and self._line is not None:
             self.finish_round()
             self.assemble()
+
+    def make_whole(self) -> None:
+        """Let the module hold all blocks again, while the line is open; see ``whole.make_whole``."""
+        make_whole(self.workers, self._names, self._line)
 
     def detach(self) -> None:
         """Ask the coordinator nothing more."""
@@ -181,12 +257,15 @@ class WorkerRun:
         assert self._line is not None
         if self.ended:
             return
+        tensors, meta = self._encoded(entry)
         submission = Submission(
             base_version=self._versions[entry],
             num_steps=self.worker.num_steps,
             num_tokens=self.worker.num_tokens,
-            tensors=fp32({name: self.worker.local[name] for name in self._names[entry]}),
+            tensors=tensors,
+            meta=meta,
         )
+        self.tally.sent_bytes += sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
         try:
             receipt = self._line.submit(entry, submission)
         except RunFailedError:
@@ -195,6 +274,7 @@ class WorkerRun:
             self._end(exc)
             return
         log.debug("%s of worker %d: %s", entry, self.worker.worker_id, receipt)
+        self._settle(entry, receipt.verdict)
         if receipt.verdict is Verdict.SUPERSEDED:
             raise SupersededError(receipt.reason)
         if receipt.verdict is Verdict.UNAUTHORISED:
@@ -205,6 +285,21 @@ class WorkerRun:
             self.worker.optimizer_state.clear()  # what made the update may be in there
         if receipt.verdict not in COUNTS_OR_WAITS + REFUSED_CONTENT:
             raise TransportError(f"The coordinator answered {receipt.verdict}, which this worker does not know.")
+
+    def _encoded(self, entry: str) -> tuple[dict[str, Tensor], dict[str, str]]:
+        codec, names = self._welcome.terms.codec, self._names[entry]
+        if codec.name == "fp32":
+            # Not copied: they are read before submit returns, and nobody trains meanwhile.
+            return fp32({name: self.worker.local[name] for name in names}, copy=False), {}
+        encoded = self.worker.encode(codec, entry, {name: self.workers.merged[name] for name in names})
+        return encoded.tensors, encoded.meta
+
+    def _settle(self, entry: str, verdict: Verdict) -> None:
+        feedback = self.worker.feedback.get(entry)
+        if feedback is not None and verdict in (Verdict.ACCEPTED, Verdict.DUPLICATE):
+            feedback.confirm()
+        if feedback is not None and verdict in REFUSED_CONTENT:
+            feedback.reset()
 
     def _receive(self, entry: str, newer_than: int, wait_s: float) -> bool:
         """Load an entry's newest version as soon as it is newer; return whether there was one in time."""
@@ -222,6 +317,8 @@ class WorkerRun:
             if fetched is not None:
                 self.workers.load_masters(fetched.params)
                 self._versions[entry] = fetched.version
+                if entry == self.entry:
+                    self._pace.closes_in_s = fetched.closes_in_s
                 return True
             if left_s <= 0:
                 if wait_s == self._patience_s and entry in (self.entry, INTERFACE):
@@ -248,34 +345,39 @@ class WorkerRun:
     # Counters
 
     def _count_rounds(self) -> None:
-        """Take the reports of the newest rounds from the coordinator; what it does not tell is nan or empty."""
+        """Take the reports of the newest rounds from the coordinator."""
         assert self._line is not None
         entries: Mapping[str, Any] = self._line.status().get("entries", {})
         blocks = [entry for entry in entries if entry != INTERFACE]
         self.tally.accepted_tokens = sum(entries[entry]["accepted_tokens"] for entry in blocks)
         shown = [*blocks, INTERFACE] if self._sent_interface else blocks
         closed = {entry: entries[entry]["last_round"] for entry in shown if entries[entry]["last_round"]}
-        self.tally.round_reports = [report_of(entry, values) for entry, values in closed.items()]
+        self.tally.round_reports = [report_of(values) for values in closed.values()]
 
     # State
 
     def state_dict(self) -> dict[str, Any]:
         """Return the worker's own state; tensors, dicts, lists, str, int, float and None only."""
+        streams = {"process_streams": process_streams(self.workers.device)} if self._draws_from_process else {}
         return {
-            "shape": self._shape(),
+            "shape": self.shape(),
             "tally": self.tally.state_dict(),
             "workers": block_checkpoint.worker_states(self.workers),
+            **streams,
         }
 
-    def _shape(self) -> dict[str, Any]:
+    @property
+    def _draws_from_process(self) -> bool:
+        return self.worker.random_state is None
+
+    def shape(self) -> dict[str, Any]:
+        """Return what a checkpoint must agree in to be resumed."""
         return {"num_blocks": self.partition.num_blocks, "num_layers": len(self.partition.layout.layers)}
 
     def saved_in(self, checkpoint: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return what a checkpoint holds of a run in rounds, whether of simulated workers or of processes."""
-        saved: Mapping[str, Any] = checkpoint.get(block_checkpoint.MEMBER_KEY) or checkpoint.get(
-            block_checkpoint.KEY, {}
-        )
-        return {name: value for name, value in saved.items() if name != "process_streams"}
+        saved = block_checkpoint.saved_run(checkpoint)
+        return {name: value for name, value in saved.items() if name != "process_streams" or self._draws_from_process}
 
     def resume(self, checkpoint: Mapping[str, Any], optimizer: Optimizer) -> bool:
         """Continue as the worker of this block and replica in a checkpoint; return whether it holds that one.
@@ -286,48 +388,36 @@ class WorkerRun:
         kept = self.saved_in(checkpoint)
         saved = kept.get("workers", {})
         if saved:
-            block_checkpoint.refuse_other_shape(kept["shape"], self._shape())
-        if block_checkpoint.worker_key(self.workers, self.worker) not in saved:
+            block_checkpoint.refuse_other_shape(kept["shape"], self.shape())
+        if self._assembles and block_checkpoint.MEMBER_KEY in checkpoint:
+            self.tally = Tally(**kept["tally"])
+        key = block_checkpoint.worker_key(self.workers, self.worker)
+        if key not in saved:
             return False
         groups = checkpoint["optimizer_states"][0]["param_groups"]
         block_checkpoint.load_worker_states(self.workers, optimizer, groups, saved)
+        self._keeps_interface = saved[key]["num_steps"] == 0
         self.worker.num_steps = self.worker.num_tokens = 0  # the round it was in is not this run's
         return True
 
 
 def masters_of(module: nn.Module, partition: Partition) -> dict[str, dict[str, Tensor]]:
-    """Return copies of a module's tensors as the masters of a run, by entry; floating ones in fp32."""
+    """Return a module's tensors as the masters of a run, by entry, not to be written to; floating ones in fp32."""
     tensors = trained_tensors(module, partition)
     names = {block_entry(b): block for b, block in enumerate(partition.block_names)}
     entries = {**names, INTERFACE: partition.interface_names}
-    masters = {entry: fp32({n: tensors[n] for n in kept if n in tensors}) for entry, kept in entries.items()}
+    masters = {
+        entry: fp32({n: tensors[n] for n in kept if n in tensors}, copy=False) for entry, kept in entries.items()
+    }
     return {entry: kept for entry, kept in masters.items() if kept or entry != INTERFACE}
 
 
-def report_of(entry: str, values: Mapping[str, Any]) -> RoundReport:
-    """Return the report of a closed round as far as a coordinator's status tells it.
-
-    Not told are the verdicts of the round, the mean length of its updates, and its steps and tokens.
-    """
-    answered = {*values["accepted"], *values["refused"], *values["missing"]}
-    return RoundReport(
-        entry=entry,
-        round_idx=values["round_idx"],
-        version=values["round_idx"] + 1,
-        expected=tuple(sorted(answered)),
-        accepted=tuple(values["accepted"]),
-        refused=tuple(values["refused"]),
-        missing=tuple(values["missing"]),
-        counts={Verdict.ACCEPTED: len(values["accepted"])},
-        merged=values["merged"],
-        note=values["note"],
-        accepted_tokens=0,
-        accepted_steps=0,
-        mean_delta_norm=float("nan"),
-        merged_delta_norm=values["merged_delta_norm"],
-        opened_at=0.0,
-        closed_at=values["took_s"],
-    )
+def report_of(values: Mapping[str, Any]) -> RoundReport:
+    """Return the report of a closed round that a coordinator's status shows."""
+    known = {item.name: values[item.name] for item in fields(RoundReport)}
+    tuples = {name: tuple(value) for name, value in known.items() if isinstance(value, list)}
+    counts = {Verdict(verdict): count for verdict, count in values["counts"].items()}
+    return RoundReport(**{**known, **tuples, "counts": counts})
 
 
 def _prefix(partition: Partition, block_idx: int) -> Iterable[int]:

@@ -35,6 +35,11 @@ class Shard:
     seed: int
     order_state: Tensor
 
+    @property
+    def part(self) -> int:
+        """Which of the ``num_workers`` parts: in an open run ids may grow beyond the number of parts."""
+        return self.worker_id % self.num_workers
+
 
 def dealt(
     loader: Iterable[Any], num_workers: int, groups_trained: Callable[[], int], shard: Shard | None
@@ -66,13 +71,13 @@ class WorkerShardLoader(WorkerBatchLoader):
 
     def __init__(self, loader: Iterable[Any], shard: Shard, groups_trained: Callable[[], int]) -> None:
         super().__init__(loader, shard.num_workers, groups_trained)
-        self._worker_id = shard.worker_id
+        self._part = shard.part
         self._order_state = shard.order_state
         # Worker 0 goes on with this stream in the first epoch, as it does where all workers share a process.
         self._shares_stream = shard.worker_id == 0
         self._is_cut = isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset)
         if isinstance(loader, DataLoader) and self._is_cut:
-            self.loader = _only_batches_of(loader, shard.worker_id, shard.num_workers)
+            self.loader = _only_batches_of(loader, shard.part, shard.num_workers)
 
     @override
     def __len__(self) -> int:
@@ -85,6 +90,8 @@ class WorkerShardLoader(WorkerBatchLoader):
         return self._in_order(epoch)
 
     def _in_order(self, epoch: Iterator[Any]) -> Iterator[Any]:
+        if self._resume is not None:
+            self._order_state = self._resume.get("order_state", self._order_state)  # __iter__ has drawn from it
         with self._order_stream():  # the order itself is drawn with the first batch
             first = list(islice(epoch, 1))
         self._shares_stream = False
@@ -108,7 +115,7 @@ class WorkerShardLoader(WorkerBatchLoader):
             yield from batches
         else:
             for group in super()._groups(batches):
-                yield group[self._worker_id]
+                yield group[self._part]
 
     @override
     def state_dict(self) -> dict[str, Any]:
@@ -120,6 +127,7 @@ class WorkerShardLoader(WorkerBatchLoader):
         """Make the next epoch continue where ``state`` was taken, by any worker of the run."""
         super().load_state_dict(state)
         self._order_state = state.get("order_state", self._order_state)
+        self._shares_stream = False  # the first epoch has begun long ago
 
 
 class _EveryNth:
@@ -145,10 +153,10 @@ class _EveryNth:
         return len(self._batches) // self._step  # type: ignore[arg-type]
 
 
-def _only_batches_of(loader: DataLoader[Any], worker_id: int, num_workers: int) -> DataLoader[Any]:
+def _only_batches_of(loader: DataLoader[Any], part: int, num_workers: int) -> DataLoader[Any]:
     mine = copy.copy(loader)
     # Without a batch sampler each index of the sampler names a whole batch.
     name = "sampler" if loader.batch_sampler is None else "batch_sampler"
     # A DataLoader refuses to be given another sampler; a copy that nobody has iterated can take it.
-    vars(mine)[name] = _EveryNth(getattr(loader, name), worker_id, num_workers)
+    vars(mine)[name] = _EveryNth(getattr(loader, name), part, num_workers)
     return mine

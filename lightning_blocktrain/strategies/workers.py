@@ -3,10 +3,15 @@
 A worker owns its replica of one block, its copy of the interface, their optimizer state, gradients and a random
 stream. To act for a worker, the module's tensors are rebound to the worker's storage; nothing is copied. Between
 batches the module's tensors are the merged masters.
+
+Where the workers of the other blocks live in other processes, the tensors of those blocks are released: the same
+objects with the same shapes, dtypes and flags, on the memory of one NaN. Whoever reads one sees NaN, and the user's
+optimizer keeps its parameters. Tensors that are not floating stay: they cannot say that they hold nothing. Bytes of a
+worker per trained value in fp32: 4 base copy, 4 replica, 4 gradient, and its optimizer's state.
 """
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -16,6 +21,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_blocktrain.partition import Partition
+from lightning_blocktrain.rounds.codecs import Codec, Encoded
+from lightning_blocktrain.rounds.feedback import ErrorFeedback
 
 InnerState = Literal["keep", "reset", "average"]
 OptimizerState = defaultdict[Tensor, dict[str, Any]]
@@ -35,6 +42,7 @@ class Worker:
         optimizer_state: The inner optimizer's state, by the module's parameters.
         num_steps: Inner steps since the round began.
         num_tokens: Target tokens since the round began.
+        feedback: By entry, what a lossy codec has lost of its updates.
     """
 
     worker_id: int
@@ -45,6 +53,18 @@ class Worker:
     optimizer_state: OptimizerState = field(default_factory=lambda: defaultdict(dict))
     num_steps: int = 0
     num_tokens: int = 0
+    feedback: dict[str, ErrorFeedback] = field(default_factory=dict)
+
+    def encode(self, codec: Codec, entry: str, base: Mapping[str, Tensor]) -> Encoded:
+        """Encode its update of an entry, with what the codec still owes; ``confirm`` tells that it was accepted.
+
+        Args:
+            codec: The run's.
+            entry: Names the feedback.
+            base: What it started from, by the names of the entry's tensors, in any floating dtype.
+        """
+        params, start = fp32({name: self.local[name] for name in base}, copy=False), fp32(base, copy=False)
+        return self.feedback.setdefault(entry, ErrorFeedback(codec)).encode(params, start)
 
     @property
     def optimizer_mem_bytes(self) -> int:
@@ -63,6 +83,9 @@ class SimulatedWorkers:
         seed: Seed of the random streams of the workers after the first.
         block_of: Where the others live in other processes, the block of each worker of this one by id; None: all of
             them live here.
+        kept_blocks: Blocks whose masters are held; the others are released. None: all are held.
+        for_good: Whether released tensors are never taken back, so that parameters that nobody trains, and of which
+            no coordinator has a copy, are released as well.
     """
 
     def __init__(
@@ -72,15 +95,21 @@ class SimulatedWorkers:
         replicas: int,
         seed: int,
         block_of: Mapping[int, int] | None = None,
+        kept_blocks: Collection[int] | None = None,
+        for_good: bool = False,
     ) -> None:
         self.partition = partition
         self.tensors = trained_tensors(module, partition)
-        self.merged = {name: tensor.detach().clone() for name, tensor in self.tensors.items()}
+        self.released = _release(module, partition, kept_blocks, for_good).intersection(self.tensors)
+        """Names of the trained tensors that this process does not hold."""
+        self.merged: dict[str, Tensor] = {}
+        for name in [name for name in self.tensors if name not in self.released]:
+            self._hold(name, self.tensors[name].detach())
         self._trainable = {name for name, tensor in self.tensors.items() if tensor.requires_grad}
         self._buffer_places = [place for place in _buffer_places(module) if place[0] in self.tensors]
         # A frozen prefix runs in the version of the round, but batch norm writes to its buffers.
         frozen_prefix = partition.layout.prefix == "frozen"
-        self._lent = {name for name, *_ in self._buffer_places} if frozen_prefix else set()
+        self._lent = self.merged.keys() & {name for name, *_ in self._buffer_places} if frozen_prefix else set()
         self.interface_names = [n for n in partition.interface_names if n in self.tensors]
         self.block_names = [[n for n in block if n in self.tensors] for block in partition.block_names]
         if block_of is None:
@@ -98,6 +127,27 @@ class SimulatedWorkers:
 
     def __len__(self) -> int:
         return len(self._workers)
+
+    @property
+    def first(self) -> list[Worker]:
+        """The first worker of this process, alone."""
+        return self._workers[:1]
+
+    def _hold(self, name: str, values: Tensor) -> None:
+        """Make a copy of ``values`` the master that the module shows; one after the other, so that memory holds one."""
+        self.merged[name] = values.to(self.tensors[name], copy=True)
+        self.tensors[name].data = self.merged[name]
+
+    def take_back(self, masters: Mapping[str, Tensor]) -> None:
+        """Hold released tensors again, with these values (fp32) in the module's own dtype; while no worker acts."""
+        for name in self.released.intersection(masters):
+            self._hold(name, masters[name])
+        self.released = self.released.difference(masters)
+
+    def fill_released(self) -> None:
+        """Give what is still released memory of its own, full of NaN: load into it, but never take it for weights."""
+        lost = {name: self.tensors[name].detach() for name in self.released}
+        self.take_back({name: _nothing_like(t) if t.is_floating_point() else t for name, t in lost.items()})
 
     def _new_worker(self, worker_id: int, block_idx: int, seed: int) -> Worker:
         local = {n: self.merged[n].clone() for n in (*self.block_names[block_idx], *self.interface_names)}
@@ -137,7 +187,8 @@ class SimulatedWorkers:
         for name, owner, key in self._buffer_places:
             owner._buffers[key] = self.tensors[name]
         for name, tensor in self.tensors.items():
-            tensor.data = self.merged[name]
+            if name in self.merged:
+                tensor.data = self.merged[name]
             tensor.grad = None
             tensor.requires_grad_(name in self._trainable)
 
@@ -202,10 +253,15 @@ def _average_in_place(states: Sequence[dict[str, Any]]) -> None:
                 value.copy_(mean)
 
 
-def fp32(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return copies of ``tensors``, floating ones in float32, as the ledger wants them."""
+def fp32(tensors: Mapping[str, Tensor], copy: bool = True) -> dict[str, Tensor]:
+    """Return ``tensors`` as the ledger wants them, floating ones in float32.
+
+    Args:
+        tensors: By name.
+        copy: Whether the result must share no memory with them.
+    """
     return {
-        name: tensor.detach().to(torch.float32 if tensor.is_floating_point() else tensor.dtype, copy=True)
+        name: tensor.detach().to(torch.float32 if tensor.is_floating_point() else tensor.dtype, copy=copy)
         for name, tensor in tensors.items()
     }
 
@@ -216,6 +272,30 @@ def trained_tensors(module: nn.Module, partition: Partition) -> dict[str, Tensor
     parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
     buffers = dict(module.named_buffers())
     return {name: tensor for name, tensor in {**parameters, **buffers}.items() if name in every}
+
+
+def buffer_names(module: nn.Module, partition: Partition) -> tuple[str, ...]:
+    """Return the names of the trained tensors that no gradient makes: they are averaged and nothing else."""
+    tensors = trained_tensors(module, partition)
+    return tuple(name for name, tensor in tensors.items() if not isinstance(tensor, nn.Parameter))
+
+
+def _release(module: nn.Module, partition: Partition, kept_blocks: Collection[int] | None, for_good: bool) -> set[str]:
+    """Release the floating tensors of the blocks that are not kept; return the names of all their tensors."""
+    if kept_blocks is None:
+        return set()
+    others = [names for b, names in enumerate(partition.block_names) if b not in kept_blocks]
+    names = {name for block in others for name in block}
+    for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
+        is_trained = tensor.requires_grad or not isinstance(tensor, nn.Parameter)
+        is_plain = type(tensor.data) is Tensor and tensor.is_floating_point()
+        if name in names and is_plain and (is_trained or for_good):
+            tensor.data = _nothing_like(tensor)
+    return names
+
+
+def _nothing_like(tensor: Tensor) -> Tensor:
+    return torch.full((), torch.nan, dtype=tensor.dtype, device=tensor.device).expand(tensor.shape)
 
 
 def _buffer_places(module: nn.Module) -> list[tuple[str, nn.Module, str]]:

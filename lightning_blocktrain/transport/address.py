@@ -1,6 +1,29 @@
-"""What an address says about who can listen in."""
+"""What is an address of a coordinator, what it says about who can listen in, and whom a member trusts to be there."""
 
 import ipaddress
+import os
+from pathlib import Path
+from urllib.parse import SplitResult, urlsplit
+
+from lightning_blocktrain.errors import explain
+
+CAFILE = "BLOCKTRAIN_CAFILE"
+"""Environment variable that names the PEM file of a private authority."""
+
+
+def given_cafile(cafile: str | None = None) -> str | None:
+    """Return the PEM file of the authority that signs a coordinator's certificate, or None for the system's own.
+
+    Args:
+        cafile: As somebody named it; None: what ``BLOCKTRAIN_CAFILE`` says.
+
+    Raises:
+        ValueError: If there is no such file.
+    """
+    given = cafile or os.environ.get(CAFILE)
+    if given and not Path(given).is_file():
+        raise ValueError(explain("the file of the authority must exist", f"{CAFILE}={given}", "correct the path"))
+    return given or None
 
 
 def is_loopback(host: str) -> bool:
@@ -11,3 +34,32 @@ def is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host.strip("[]")).is_loopback
     except ValueError:
         return False
+
+
+def checked_url(url: str) -> str:
+    """Return a coordinator's URL without what follows its port; a fragment is dropped, for it may hold a token.
+
+    Raises:
+        ValueError: If it is none: another scheme, no host, a path, a query or a user name.
+    """
+    parts = _parts(url)
+    if parts is None or parts.scheme not in ("http", "https") or not parts.hostname:
+        raise _no_url(url)
+    if parts.username is not None:
+        raise ValueError(explain("url must hold no user name", "one with a user name", "give the token as token"))
+    if parts.path not in ("", "/") or parts.query:
+        raise _no_url(url)
+    return f"{parts.scheme}://{parts.netloc}"
+
+
+def _parts(url: str) -> SplitResult | None:
+    try:
+        parts = urlsplit(url)
+        return parts if parts.port != 0 else None
+    except ValueError:  # a port out of range, half an IPv6 address
+        return None
+
+
+def _no_url(url: str) -> ValueError:
+    got = f"url={url.partition('#')[0]!r:.100}"
+    return ValueError(explain("url must be http://host:port or https://host:port", got, "correct it"))

@@ -3,8 +3,9 @@
 Owns the types and the order of the calls. Owns no bytes (``wire.py``) and no rule of the rounds (``rounds/``).
 
 Order of calls: ``found`` where the coordinator has no masters yet, ``join``, then ``fetch`` and ``submit`` in any
-order, then ``leave``. ``status`` and ``close`` are always allowed, and ``fetch`` is also allowed without having joined
-(who evaluates holds no block). All calls are synchronous and come from one thread; every wait is finite.
+order, then ``leave``. ``status`` and ``close`` are always allowed; ``fetch``, ``dismiss`` and ``stop`` also without
+having joined (who evaluates or watches holds no block). All calls are synchronous and come from one thread; every wait
+is finite.
 """
 
 import uuid
@@ -79,7 +80,7 @@ class Welcome:
         worker_id: Who it is: merges are in the order of these ids.
         incarnation: Which life of that worker it is.
         block_idx: The block it trains.
-        num_workers: Its part of the data is number ``worker_id`` of ``num_workers``.
+        num_workers: Its part of the data is number ``worker_id mod num_workers`` of ``num_workers``.
         versions: By entry, at this moment; the next ``fetch`` may give newer ones.
         has_interface: Whether the run merges parameters outside the blocks.
         terms: Of the run.
@@ -106,10 +107,17 @@ class Welcome:
 
 @dataclass(frozen=True, eq=False)
 class Fetched:
-    """A version of an entry; the tensors are the caller's own, on the CPU, floating ones in fp32."""
+    """A version of an entry.
+
+    Args:
+        version: Of the tensors.
+        params: The caller's own, on the CPU, floating ones in fp32.
+        closes_in_s: Seconds to the deadline of its round when it was answered; None where that is not open.
+    """
 
     version: int
     params: Params = field(repr=False)
+    closes_in_s: float | None = None
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -188,6 +196,13 @@ class Transport(ABC):
             RunEndedError: If there will be no newer one.
         """
 
+    def expect(self, entry: str, newer_than: int) -> None:  # noqa: B027 - doing nothing is a way to satisfy it
+        """Begin to fetch an entry's next version while the worker computes; the next ``fetch`` of it takes it up.
+
+        A hint: a transport that has nothing to gain does nothing. A ``fetch`` that does not wait gives what has arrived
+        by then. One version per entry is expected at a time.
+        """
+
     @abstractmethod
     def submit(self, entry: str, submission: Submission) -> Receipt:
         """Send an update and return what became of it.
@@ -202,6 +217,19 @@ class Transport(ABC):
     @abstractmethod
     def leave(self) -> None:
         """Say that this worker sends nothing more, so that no round waits for it; harmless without ``join``."""
+
+    @abstractmethod
+    def dismiss(self, worker_id: int) -> bool:
+        """Say that another worker has died: no round waits for it, and it may join again as a new life.
+
+        For whoever watches over its process, and so knows before its silence tells.
+
+        Returns:
+            Whether it was live, or silent; False changes nothing.
+
+        Raises:
+            NotFoundedError: If the coordinator has no masters yet.
+        """
 
     @abstractmethod
     def stop(self, reason: str) -> None:

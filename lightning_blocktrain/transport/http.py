@@ -9,7 +9,7 @@ counts as cut.
 
 Threads: calls come from one thread; transfers and signs of life run in the transport's own, so a worker that computes
 is not taken for dead.
-Memory: an upload holds one piece beside the tensors; a download is received into the memory that its tensors are views
+Memory: an upload holds two pieces beside the tensors; a download is received into the memory that its tensors are views
 of, which grows with what has arrived and not with what was claimed.
 """
 
@@ -21,6 +21,7 @@ import ssl
 import time
 import warnings
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+from concurrent.futures import CancelledError, Future
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -43,7 +44,7 @@ from lightning_blocktrain.errors import (
     explain,
 )
 from lightning_blocktrain.rounds import Receipt
-from lightning_blocktrain.transport.address import is_loopback
+from lightning_blocktrain.transport.address import checked_url, is_loopback
 from lightning_blocktrain.transport.base import (
     ERROR_CODES,
     Fetched,
@@ -60,6 +61,7 @@ from lightning_blocktrain.transport.messages import (
     unpack_fetched,
     welcome_of,
 )
+from lightning_blocktrain.transport.overlap import ahead, take_all
 from lightning_blocktrain.transport.terms import RunTerms
 from lightning_blocktrain.transport.wire import Outgoing, Piece, Receiver, read_frame
 
@@ -85,7 +87,7 @@ class HttpTransport(Transport):
 
     Args:
         url: ``http://host:port`` or ``https://host:port``, as the coordinator printed it.
-        run_id: The run to take part in.
+        run_id: The run to take part in; None, to watch whatever run there is: ``status`` only.
         token: Its secret; in no message or representation.
         cafile: PEM file of the authority that signed the coordinator's certificate; None: the system's.
         reconnect_timeout_s: How long a request is tried again after its first failure, finite.
@@ -99,7 +101,7 @@ class HttpTransport(Transport):
     def __init__(
         self,
         url: str,
-        run_id: str,
+        run_id: str | None,
         token: str,
         *,
         cafile: Path | str | None = None,
@@ -107,8 +109,10 @@ class HttpTransport(Transport):
         stall_timeout_s: float = 60.0,
         max_body_bytes: int = 2**36,
     ) -> None:
-        self.url = _checked_url(url)
+        self.url = checked_url(url)
         for name, value in (("run_id", run_id), ("token", token)):
+            if value is None:
+                continue
             if not value or not (value.isascii() and value.isprintable()) or " " in value:
                 got = f"{name} of {len(value)} characters"  # a token must not appear in a message
                 rule = f"{name} must be printable ASCII without spaces"
@@ -116,7 +120,9 @@ class HttpTransport(Transport):
         for name, seconds in (("reconnect_timeout_s", reconnect_timeout_s), ("stall_timeout_s", stall_timeout_s)):
             if not 0 < seconds < float("inf"):
                 raise ValueError(explain(f"{name} must be finite and above 0", f"{name}={seconds}", "give seconds"))
-        self._headers = {"Authorization": f"Bearer {token}", "BlockTrain-Run": run_id}
+        self._headers = {"Authorization": f"Bearer {token}"}
+        if run_id is not None:
+            self._headers["BlockTrain-Run"] = run_id
         tls = ssl.create_default_context(cafile=cafile) if self.url.startswith("https:") else None
         # A redirection could carry token and weights elsewhere.
         self._fixed: dict[str, Any] = {"ssl": tls or True, "allow_redirects": False}
@@ -127,6 +133,7 @@ class HttpTransport(Transport):
         self._session: aiohttp.ClientSession | None = None
         self._beats: asyncio.Task[None] | None = None
         self._welcome: Welcome | None = None
+        self._expected: dict[str, Future[Fetched | None]] = {}
         if tls is None and not is_loopback(urlsplit(self.url).hostname or ""):
             warnings.warn(f"{self.url} is plain HTTP: token and weights travel readable. Use https.", stacklevel=2)
 
@@ -152,12 +159,32 @@ class HttpTransport(Transport):
         if not 0 <= timeout_s < float("inf"):
             raise ValueError(explain("timeout_s must be finite", f"timeout_s={timeout_s}", "give seconds, 0 or more"))
         ends_at = time.monotonic() + timeout_s
+        if entry in self._expected:
+            fetched = self._take_expected(entry, newer_than, timeout_s)
+            if fetched is not None or entry in self._expected:
+                return fetched
         while True:
             left_s = max(0.0, ends_at - time.monotonic())
             wait_s = min(left_s, POLL_S)
             fetched = self._run(f"fetch {entry}", partial(self._download, entry, newer_than, wait_s))
             if fetched is not None or left_s <= wait_s:
                 return fetched
+
+    @override
+    def expect(self, entry: str, newer_than: int) -> None:
+        if entry not in self._expected:
+            attempt = partial(self._download, entry, newer_than, POLL_S)
+            self._expected[entry] = self._thread.start(lambda: self._try_again(f"fetch {entry}", attempt))
+
+    def _take_expected(self, entry: str, newer_than: int, timeout_s: float) -> Fetched | None:
+        try:
+            fetched = self._expected[entry].result(timeout_s)
+        except TimeoutError:
+            return None  # still under way
+        except (TransportError, CancelledError):
+            fetched = None  # whoever asks again hears of it
+        del self._expected[entry]
+        return fetched if fetched is not None and fetched.version > newer_than else None
 
     @override
     def submit(self, entry: str, submission: Submission) -> Receipt:
@@ -171,6 +198,10 @@ class HttpTransport(Transport):
         if self._welcome is not None:
             self._thread.run(self._end_beats)
             self._ask("/v1/leave", vars(self._welcome.sender))
+
+    @override
+    def dismiss(self, worker_id: int) -> bool:
+        return bool(self._ask("/v1/dismiss", {"worker_id": worker_id})["dismissed"])
 
     @override
     def stop(self, reason: str) -> None:
@@ -206,7 +237,7 @@ class HttpTransport(Transport):
         async with asyncio.timeout(self._stall_s) as patience:
 
             async def pieces() -> AsyncIterator[Piece]:
-                for piece in outgoing.pieces():
+                async for piece in ahead(outgoing.pieces()):
                     yield piece
                     patience.reschedule(loop.time() + self._stall_s)
 
@@ -233,9 +264,13 @@ class HttpTransport(Transport):
                     raise WireError(f"The answer has {num_bytes} bytes; at most {self._max_body_bytes} are taken.")
                 memory = mmap.mmap(-1, num_bytes)  # a page of it is there when something is written to it
                 receiver = Receiver(memory, num_bytes)
-                async for piece in answer.content.iter_any():
-                    receiver.take(piece)
-                    patience.reschedule(loop.time() + self._stall_s)
+
+                async def pieces() -> AsyncIterator[bytes]:
+                    async for piece, _ in answer.content.iter_chunks():
+                        patience.reschedule(loop.time() + self._stall_s)
+                        yield piece
+
+                await take_all(pieces(), receiver.take_all)
                 receiver.finish()
                 return unpack_fetched(read_frame(memory))
 
@@ -279,7 +314,8 @@ class HttpTransport(Transport):
             return await retrying(once)
         except (aiohttp.ClientError, OSError, WireError, _PassingError) as exc:
             waited_s = time.monotonic() - failed_at[0] if failed_at else 0.0
-            got = f"{what} failed {max(1, len(failed_at))} times in {waited_s:.1f} s, at last with {exc!r:.200}"
+            cause = f"{type(exc).__name__}: {exc}"[:200]
+            got = f"{what} failed {max(1, len(failed_at))} times in {waited_s:.1f} s, at last with {cause}"
             fix = "check the address and that the coordinator runs"
             raise CoordinatorUnreachableError(explain(f"{self.url} must answer", got, fix)) from exc
 
@@ -355,14 +391,3 @@ def _too_often_damaged(state: RetryCallState) -> bool:
 
 def _cause(state: RetryCallState) -> str:
     return repr(state.outcome.exception())[:200] if state.outcome is not None else ""
-
-
-def _checked_url(url: str) -> str:
-    parts = urlsplit(url)
-    if parts.scheme not in ("http", "https") or not parts.hostname or parts.path not in ("", "/") or parts.query:
-        raise ValueError(
-            explain("url must be http://host:port or https://host:port", f"url={url!r:.100}", "correct it")
-        )
-    if parts.username is not None:
-        raise ValueError(explain("url must hold no user name", "one with a user name", "give the token as token"))
-    return f"{parts.scheme}://{parts.netloc}"

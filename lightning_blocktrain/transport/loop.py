@@ -6,7 +6,7 @@ Owns the thread: it starts with the first call and ends with ``close``, which wa
 import asyncio
 import threading
 from collections.abc import Callable, Coroutine
-from concurrent.futures import CancelledError
+from concurrent.futures import CancelledError, Future
 from typing import Any, TypeVar
 
 from lightning_blocktrain.errors import TransportError
@@ -44,8 +44,7 @@ class LoopThread:
         Raises:
             TransportError: If the thread is closed, before or meanwhile.
         """
-        loop = self._running()
-        future = asyncio.run_coroutine_threadsafe(make(), loop)
+        future = self.start(make)
         try:
             return future.result()
         except CancelledError as exc:
@@ -53,6 +52,15 @@ class LoopThread:
         except BaseException:
             future.cancel()
             raise
+
+    def start(self, make: Callable[[], Coroutine[Any, Any, T]]) -> "Future[T]":
+        """Begin to run a coroutine and return at once; ``close`` cancels it.
+
+        Raises:
+            TransportError: If the thread is closed.
+        """
+        loop = self._running()  # first: where that raises, no coroutine is made that nobody awaits
+        return asyncio.run_coroutine_threadsafe(make(), loop)
 
     def _running(self) -> asyncio.AbstractEventLoop:
         with self._lock:

@@ -100,10 +100,10 @@ class MemoryTransport(Transport):
             with self._admitted() as desk:
                 sender = None if self._welcome is None else self._welcome.sender
                 found = desk.service.fetch(entry, newer_than, self._hub.clock(), sender)
-                seen = desk.news
+                seen, closes_in_s = desk.news, desk.service.closes_in_s(entry, self._hub.clock())
             if found is not None:
                 version, params = found
-                return Fetched(version, {name: tensor.clone() for name, tensor in params.items()})
+                return Fetched(version, {name: tensor.clone() for name, tensor in params.items()}, closes_in_s)
             left_s = ends_at - time.monotonic()
             if left_s <= 0:
                 return None
@@ -121,6 +121,11 @@ class MemoryTransport(Transport):
         with self._admitted() as desk:
             if self._welcome is not None:
                 desk.service.leave(self._welcome.sender, self._hub.clock())
+
+    @override
+    def dismiss(self, worker_id: int) -> bool:
+        with self._admitted() as desk:
+            return desk.service.dismiss(worker_id, self._hub.clock())
 
     @override
     def stop(self, reason: str) -> None:

@@ -49,9 +49,9 @@ def unpack_submission(frame: Frame) -> tuple[Sender, Submission]:
     return sender, Submission(**counts, tensors=frame.tensors, meta=meta, owned=True)
 
 
-def pack_fetched(version: int, params: Params) -> Outgoing:
+def pack_fetched(version: int, params: Params, closes_in_s: float | None = None) -> Outgoing:
     """Return a version of an entry as a message; the tensors are not copied."""
-    return Outgoing({"version": version}, params)
+    return Outgoing({"version": version, "closes_in_s": closes_in_s}, params)
 
 
 def unpack_fetched(frame: Frame) -> Fetched:
@@ -63,7 +63,8 @@ def unpack_fetched(frame: Frame) -> Fetched:
     version = frame.header.get("version")
     if not is_count(version):
         raise WireError("Not a valid message: it names no version.")
-    return Fetched(version, frame.tensors)
+    closes_in_s = frame.header.get("closes_in_s")
+    return Fetched(version, frame.tensors, float(closes_in_s) if isinstance(closes_in_s, int | float) else None)
 
 
 def pack_masters(terms: RunTerms, masters: Mapping[str, Mapping[str, Tensor]] | None) -> Outgoing:

@@ -4,12 +4,14 @@ Owns the checks and the JSON form. Owns neither secrets (a run's token is no ter
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Literal, get_args
 
 from lightning_blocktrain.errors import explain
 from lightning_blocktrain.rounds import INTERFACE, OuterSGD, RoundRules, block_entry
+from lightning_blocktrain.rounds.codecs import Codec
+from lightning_blocktrain.rounds.pace import LocalSteps, check_local_steps
 from lightning_blocktrain.rounds.verdicts import is_count
 
 OnMissingBlock = Literal["warn", "fail"]
@@ -36,6 +38,8 @@ class RunTerms:
         silent_after_s: A worker that should give a sign of life and has not for so long is not waited for; None: three
             quarters of the deadline, at most 15.
         on_missing_block: A block without a live worker keeps its parameters (``warn``), or ends the run (``fail``).
+        codec: How updates travel to the coordinator; masters always travel as they are.
+        local_steps: Whether a worker that is short of time sends fewer steps (``until_deadline``) or all, too late.
         identity: What must agree between the members, by name (a hash of the model, its noise bands); plain values.
         worker_settings: What the workers are told beside, unread by the coordinator; plain values.
 
@@ -53,6 +57,8 @@ class RunTerms:
     join_timeout_s: float = 300.0
     silent_after_s: float | None = None
     on_missing_block: OnMissingBlock = "warn"
+    codec: Codec = field(default_factory=lambda: Codec("fp32"))
+    local_steps: LocalSteps = "fixed"
     identity: Mapping[str, Any] = field(default_factory=dict)
     worker_settings: Mapping[str, Any] = field(default_factory=dict)
 
@@ -73,6 +79,7 @@ class RunTerms:
         if self.on_missing_block not in get_args(OnMissingBlock):
             got = f"on_missing_block={self.on_missing_block!r}"
             raise ValueError(explain("on_missing_block must be 'warn' or 'fail'", got, "choose one"))
+        check_local_steps(self.local_steps)
 
     @property
     def silence_s(self) -> float:
@@ -91,6 +98,10 @@ class RunTerms:
         blocks = [block_entry(block_idx) for block_idx in range(self.num_blocks)]
         return [*blocks, INTERFACE] if with_interface else blocks
 
+    def blocks_in(self, entries: Collection[str]) -> tuple[int, ...]:
+        """Return the blocks whose entries are among these, ascending."""
+        return tuple(block_idx for block_idx in range(self.num_blocks) if block_entry(block_idx) in entries)
+
     def interface_due(self, block_version: int) -> bool:
         """Tell whether the round of this block version ends with a submission to the interface."""
         return self.interface_round(block_version + 1) > self.interface_round(block_version)
@@ -105,6 +116,10 @@ class RunTerms:
         """Return the version of a block whose round ends with the submission to this interface version."""
         due = (interface_version + 1) * self.interface_every - 1
         return due if self.max_rounds is None else min(due, self.max_rounds - 1)
+
+    def rounds_before_due(self, interface_version: int) -> int:
+        """Return how many rounds a block has after this interface version before the one that ends with the next."""
+        return self.interface_due_version(interface_version) - interface_version * self.interface_every
 
     @property
     def full_identity(self) -> dict[str, Any]:
@@ -130,8 +145,8 @@ class RunTerms:
                 explain("terms must have exactly the names of RunTerms", got, "use one version everywhere")
             )
         try:
-            rules, outer = RoundRules(**values["rules"]), OuterSGD(**values["outer"])
-            return cls(**{**values, "rules": rules, "outer": outer})
+            parts = {"rules": RoundRules, "outer": OuterSGD, "codec": Codec}
+            return cls(**{**values, **{name: kind(**values[name]) for name, kind in parts.items()}})
         except (TypeError, AttributeError) as exc:
             raise ValueError(explain("terms must be of the types of RunTerms", str(exc)[:200], "use RunTerms")) from exc
 

@@ -24,7 +24,7 @@ import hashlib
 import json
 import math
 import struct
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, NoReturn, Protocol
 
@@ -102,18 +102,37 @@ def refuse_name(name: object) -> None:
         raise WireError(explain(rule, f"name={name!r:.80}", "rename the submodule"))
 
 
-def check_masters(terms: RunTerms, masters: Mapping[str, Mapping[str, Tensor]]) -> None:
+def check_masters(
+    terms: RunTerms, masters: Mapping[str, Mapping[str, Tensor]], serves: Collection[str] | None = None
+) -> None:
     """Refuse masters that do not fit the terms of a run, or could not travel.
+
+    Args:
+        terms: Of the run.
+        masters: Tensors by entry and name.
+        serves: The entries of the coordinator that they are for; None: all.
 
     Raises:
         ValueError: If an entry is missing or unknown, or a tensor's name cannot travel.
     """
-    if set(masters) != set(terms.entries(INTERFACE in masters)):
+    if serves is not None:
+        _check_part(terms, set(masters), set(serves))
+    elif set(masters) != set(terms.entries(INTERFACE in masters)):
         rule = f"masters must hold block0 to block{terms.num_blocks - 1}, and at most interface beside them"
         raise ValueError(explain(rule, f"entries={sorted(masters)}", "name the entries with block_entry"))
     for tensors in masters.values():
         for name in tensors:
             refuse_name(name)
+
+
+def _check_part(terms: RunTerms, entries: set[str], serves: set[str]) -> None:
+    unknown = sorted(serves - set(terms.entries(True)))
+    if unknown:
+        rule = f"a coordinator must serve entries of the run, block0 to block{terms.num_blocks - 1} and interface"
+        raise ValueError(explain(rule, f"serves={sorted(serves)}", f"leave {unknown} out"))
+    if not entries or not serves - {INTERFACE} <= entries <= serves:  # a run may have no interface
+        rule = f"masters must hold what this coordinator serves, {sorted(serves)}"
+        raise ValueError(explain(rule, f"entries={sorted(entries)}", "name all coordinators of the run"))
 
 
 # Writing
@@ -205,6 +224,11 @@ class Receiver:
         self._total: int | None = None
         self.num_bytes = 0
         """Bytes taken so far."""
+
+    def take_all(self, pieces: Iterable[Piece]) -> None:
+        """Take the next pieces; see ``take``."""
+        for piece in pieces:
+            self.take(piece)
 
     def take(self, piece: Piece) -> None:
         """Take the next bytes, however they are cut.

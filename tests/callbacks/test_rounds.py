@@ -49,6 +49,7 @@ class FakeRounds(SingleDeviceStrategy):
         self.worker_steps = 0
         self.worker_tokens = 0
         self.accepted_tokens = 0
+        self.sent_bytes = 0
 
     def close(self, reports):
         self.num_rounds_closed += 1

@@ -16,13 +16,13 @@ from lightning_blocktrain.coordinator.network import (
 
 def test_round_s_without_jitter_is_the_sum_of_its_parts() -> None:
     link = WorkerLink(step_s=0.5, latency_s=0.25, bandwidth_bytes_per_s=100.0)
-    assert link.round_s(num_steps=4, num_bytes=300, generator=torch.Generator()) == 2.0 + 0.5 + 3.0
+    assert link.round_s(num_steps=4, num_bytes=300) == 2.0 + 0.5 + 3.0
 
 
 def test_round_s_with_jitter_has_the_lognormal_median_and_spread() -> None:
     link = WorkerLink(step_s=2.0, jitter=0.5)
     generator = torch.Generator().manual_seed(0)
-    logs = torch.tensor([link.round_s(1, 0, generator) for _ in range(4000)], dtype=torch.float64).log()
+    logs = torch.tensor([link.round_s(1, 0, link.pace(generator)) for _ in range(4000)], dtype=torch.float64).log()
     # Four standard errors of the mean and of the standard deviation at 4,000 draws.
     assert logs.mean().item() == pytest.approx(math.log(2.0), abs=4 * 0.5 / 4000**0.5)
     assert logs.std().item() == pytest.approx(0.5, abs=4 * 0.5 / 8000**0.5)
@@ -31,18 +31,18 @@ def test_round_s_with_jitter_has_the_lognormal_median_and_spread() -> None:
 def test_round_s_dropout_share_never_arrives() -> None:
     link = WorkerLink(step_s=1.0, dropout=0.3)
     generator = torch.Generator().manual_seed(0)
-    lost = sum(math.isinf(link.round_s(1, 0, generator)) for _ in range(4000)) / 4000
+    lost = sum(math.isinf(link.round_s(1, 0, link.pace(generator))) for _ in range(4000)) / 4000
     assert lost == pytest.approx(0.3, abs=4 * (0.3 * 0.7 / 4000) ** 0.5)
 
 
-def test_round_s_draws_as_much_whatever_the_link() -> None:
+def test_pace_draws_as_much_whatever_the_link() -> None:
     left, right = torch.Generator().manual_seed(3), torch.Generator().manual_seed(3)
-    WorkerLink(step_s=1.0, dropout=1.0).round_s(1, 0, left)
-    WorkerLink(step_s=9.0, jitter=1.0).round_s(7, 5, right)
+    WorkerLink(step_s=1.0, dropout=1.0).pace(left)
+    WorkerLink(step_s=9.0, jitter=1.0).pace(right)
     assert torch.equal(left.get_state(), right.get_state())
 
 
-@pytest.mark.parametrize("name", ["mild", "wan"])
+@pytest.mark.parametrize("name", ["mild", "wan", "harsh"])
 def test_preset_probability_of_being_in_time_is_the_named_figure(name: str) -> None:
     link = preset_network(name, num_workers=3, deadline_s=20.0, sync_every=8, update_bytes=1000).links[0]
     median_s = 8 * link.step_s + 2 * link.latency_s + 2000 / link.bandwidth_bytes_per_s
@@ -53,12 +53,12 @@ def test_preset_probability_of_being_in_time_is_the_named_figure(name: str) -> N
 
 def test_preset_lockstep_takes_half_the_deadline_and_offline_drops_all() -> None:
     lockstep, offline = (preset_network(name, 2, 20.0, 8, 1000).links for name in ("lockstep", "offline"))
-    assert lockstep[0].round_s(8, 2000, torch.Generator()) == pytest.approx(10.0)
+    assert lockstep[0].round_s(8, 2000) == pytest.approx(10.0)
     assert [link.dropout for link in lockstep + offline] == [0.0, 0.0, 1.0, 1.0]
 
 
 def test_preset_unknown_name_is_refused_with_the_choices() -> None:
-    with pytest.raises(ValueError, match="network='dsl'; choose lockstep, mild, wan, offline"):
+    with pytest.raises(ValueError, match="network='dsl'; choose lockstep, mild, wan, harsh, offline"):
         preset_network("dsl", 2, 20.0, 8, 1000)
 
 

@@ -287,7 +287,7 @@ def test_interface_sent_early_by_everybody_is_merged_at_once() -> None:
 
 def test_interface_of_a_run_without_one_is_refused() -> None:
     run = Run([0])
-    with pytest.raises(RequestRefusedError, match=r"entry must be one of the run's; got entry='interface'"):
+    with pytest.raises(RequestRefusedError, match=r"one of the run's that are served here; got entry='interface'"):
         run.service.fetch("interface", -1, 0.0)
 
 

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from lightning_blocktrain.coordinator.network import PARTICIPATION, NetworkModel, WorkerLink, preset_network
-from lightning_blocktrain.coordinator.simulation import RoundOutcome, SimulatedCoordinator, WorkerRound
+from lightning_blocktrain.coordinator.simulation import RoundOutcome, SimulatedCoordinator
+from lightning_blocktrain.coordinator.timeline import WorkerRound
 from lightning_blocktrain.errors import CheckpointMismatchError
 from lightning_blocktrain.rounds import OuterSGD, Params, RoundRules, Verdict
 
@@ -266,3 +267,91 @@ def test_lost_update_is_missing_and_gets_no_receipt() -> None:
     assert set(outcome.receipts) == {(0, "block0"), (0, "interface")}
     assert outcome.reports[0].missing == (1,)
     assert math.isfinite(outcome.virtual_s)
+
+
+# Deadlines that waste little
+
+
+STALE = RoundRules(deadline_s=10.0, late="stale_weighted")
+
+
+def test_stale_weighted_late_work_counts_in_the_round_in_which_it_arrives() -> None:
+    links = (WorkerLink(step_s=0.2), WorkerLink(step_s=3.0))
+    network, options = NetworkModel(links), {"num_blocks": 1, "interface_every": 100, "make_outer": OuterSGD}
+    coordinator = make_coordinator(network, rules=STALE, **options)
+    start = coordinator.masters["block0"]["w"]
+    first, second = train_round(coordinator), train_round(coordinator)
+    assert [report.stale for report in (*first.reports, *second.reports)] == [(), (1,)]
+    assert coordinator.counts == {Verdict.ACCEPTED: 3}
+    deltas = [torch.randn(3, generator=torch.Generator().manual_seed(seed)) for seed in (0, 1, 1000)]
+    expected = start + deltas[0] + (deltas[2] + deltas[1] * 2**-0.5) / 2
+    assert torch.allclose(coordinator.masters["block0"]["w"], expected, atol=1e-6)
+
+
+def test_stale_weighted_resume_equals_the_uninterrupted_run_bit_for_bit() -> None:
+    whole, half = (make_coordinator(preset("wan", 6), rules=STALE) for _ in range(2))
+    for _ in range(3):
+        train_round(half)
+    stored = io.BytesIO()
+    torch.save(half.state_dict(), stored)
+    stored.seek(0)
+    resumed = make_coordinator(preset("wan", 6), rules=STALE, seed=9)
+    resumed.load_state_dict(torch.load(stored, weights_only=True))
+    for coordinator, num_rounds in ((whole, 8), (resumed, 5)):
+        outcomes = [train_round(coordinator) for _ in range(num_rounds)]
+    assert bits(resumed) == bits(whole)
+    assert any(report.stale for report in outcomes[-1].reports)
+
+
+def test_stale_weighted_merges_more_of_the_work_than_dropping_it() -> None:
+    merged = {}
+    for late in ("drop", "stale_weighted"):
+        coordinator = make_coordinator(preset("wan", 6), rules=RoundRules(deadline_s=10.0, late=late))
+        for _ in range(30):
+            train_round(coordinator)
+        merged[late] = coordinator.accepted_tokens / (30 * 6 * 40)
+    assert merged["drop"] == pytest.approx(PARTICIPATION["wan"], abs=0.15)
+    assert merged["stale_weighted"] > 0.9
+
+
+def test_steps_in_time_let_a_slow_worker_be_in_time() -> None:
+    links = (WorkerLink(step_s=0.2), WorkerLink(step_s=3.0, latency_s=0.5))
+    coordinator = make_coordinator(NetworkModel(links), num_blocks=1, interface_every=100)
+    steps = [coordinator.steps_in_time(worker_id, 5) for worker_id in range(2)]
+    assert steps == [5, 2]  # 10 s are left after 1.5 times the transfer of 1 s
+    params = coordinator.masters["block0"]
+    updates = [WorkerRound(w, num_steps, 8 * num_steps, params) for w, num_steps in enumerate(steps)]
+    (report,) = coordinator.finish_round(updates).reports
+    assert report.accepted == (0, 1)
+    assert report.accepted_tokens == 56
+
+
+def test_steps_in_time_may_be_asked_for_or_not_without_changing_the_run() -> None:
+    asked, not_asked = (make_coordinator(preset("wan", 6)) for _ in range(2))
+    for _ in range(4):
+        for worker_id in range(6):
+            assert 1 <= asked.steps_in_time(worker_id, 5) <= 5
+        train_round(asked)
+        train_round(not_asked)
+    assert bits(asked) == bits(not_asked)
+
+
+def test_adaptive_deadline_closes_rounds_sooner_when_a_worker_is_lost() -> None:
+    links = (*(WorkerLink(step_s=0.2) for _ in range(3)), WorkerLink(step_s=0.2, dropout=1.0))
+    closed = {}
+    for quantile in (None, 0.9):
+        rules = RoundRules(deadline_s=10.0, deadline_quantile=quantile)
+        coordinator = make_coordinator(NetworkModel(links), num_blocks=1, rules=rules, interface_every=100)
+        reports = [report for _ in range(10) for report in train_round(coordinator).reports]
+        closed[quantile] = reports[-1].closed_at - reports[-1].opened_at
+        assert reports[-1].accepted == (0, 1, 2)
+    assert closed == {None: pytest.approx(10.0), 0.9: pytest.approx(1.25)}
+
+
+def test_encoded_updates_take_less_time_on_the_way() -> None:
+    link = WorkerLink(step_s=0.0, bandwidth_bytes_per_s=UPDATE_BYTES)
+    whole, quarter = (
+        make_coordinator(NetworkModel((link,)), num_blocks=1, upload_frac=upload_frac) for upload_frac in (1.0, 0.25)
+    )
+    assert train_round(whole).reports[0].closed_at == pytest.approx(2.0)
+    assert train_round(quarter).reports[0].closed_at == pytest.approx(1.25)

@@ -10,9 +10,9 @@ import torch
 
 from lightning_blocktrain.coordinator import storage as storage_module
 from lightning_blocktrain.coordinator.desk import Desk
-from lightning_blocktrain.coordinator.storage import Storage
+from lightning_blocktrain.coordinator.storage import Storage, read_entry_file
 from lightning_blocktrain.errors import CheckpointMismatchError, StateError
-from lightning_blocktrain.rounds import OuterSGD, Params, Verdict
+from lightning_blocktrain.rounds import OuterSGD, Params, RoundRules, Verdict
 from lightning_blocktrain.transport.base import Sender, WorkerFacts
 from lightning_blocktrain.transport.messages import pack_submission
 from tests.transport.lines import RUN, TOKEN, make_masters, make_terms, moved, same, submission
@@ -21,8 +21,8 @@ OUTER = OuterSGD(0.7, 0.9, nesterov=True)
 NUM_WORKERS = 4
 
 
-def founded(folder: Path, **terms: Any) -> Desk:
-    desk = Desk(RUN, TOKEN, Storage(folder))
+def founded(folder: Path, kept_versions: int = 1, **terms: Any) -> Desk:
+    desk = Desk(RUN, TOKEN, Storage(folder, kept_versions))
     fixed = {"outer": OUTER, "num_workers": NUM_WORKERS}
     desk.found(make_terms(2, **{**fixed, **terms}), make_masters(2), 0.0)
     for worker_id in range(NUM_WORKERS):
@@ -83,7 +83,8 @@ def test_scenario_32_restart_keeps_round_members_and_momentum(tmp_path: Path) ->
     for entry, state in before.items():
         assert same(state["buffers"], after[entry]["buffers"])
         assert list(state["master"]) == list(after[entry]["master"])
-        assert {**state, "master": 0, "buffers": 0} == {**after[entry], "master": 0, "buffers": 0}
+        changed = dict.fromkeys(("master", "buffers", "opened_at"), 0)  # the clock is another one
+        assert {**state, **changed} == {**after[entry], **changed}
     assert again.service.roster.live == (0, 1, 2, 3)
     welcome = again.service.join(WorkerFacts(2, nonce="life-2"), None, 0.0)
     assert (welcome.worker_id, welcome.incarnation, welcome.steps_at(welcome.versions["block0"])) == (2, 0, 10)
@@ -101,6 +102,37 @@ def test_update_accepted_before_the_end_is_known_after_it_whatever_became_of_its
     send(again, 2)
     assert again.service.reports[0].accepted == (0, 2)
     again.close()
+
+
+@pytest.mark.parametrize("is_restarted", [False, True])
+def test_late_update_that_was_accepted_counts_after_a_restart(tmp_path: Path, is_restarted: bool) -> None:
+    rules = RoundRules(deadline_s=10.0, late="stale_weighted")
+    desk = founded(tmp_path, rules=rules, outer=OuterSGD())
+    start = desk.service.ledger_of("block0").master
+    replicas = [moved(start, seed) for seed in range(4)]
+
+    def submit(worker_id: int, base_version: int) -> str:
+        update = submission(base_version, replicas[worker_id + base_version])
+        message = io.BytesIO(b"".join(bytes(p) for p in pack_submission(Sender(worker_id, 0), update).pieces()))
+        return desk.submit("block0", Sender(worker_id, 0), update, now, message).reason
+
+    desk.submit("block0", Sender(0, 0), submission(0, replicas[0]), 0.0)
+    now = 10.0
+    desk.advance(now)
+    assert "weighing 0.707" in submit(2, 0)
+    if is_restarted:
+        desk.close()
+        desk, now = resumed(tmp_path), 0.0
+    submit(0, 1)
+    submit(2, 1)
+    assert desk.service.reports[-1].stale == (2,)
+    first, second, late, third = (replica["layer.w"] for replica in replicas)
+    expected = (second + first + (late - start["layer.w"]) * 2**-0.5 + third) / 3
+    assert torch.allclose(desk.service.ledger_of("block0").master["layer.w"], expected, atol=1e-6)
+    names = sorted(path.name for path in tmp_path.glob("block0-*"))
+    assert names == ["block0-0.safetensors", "block0-1.safetensors", "block0-2.safetensors"]
+    assert not list((tmp_path / "updates").iterdir())
+    desk.close()
 
 
 def test_kept_update_is_damaged_and_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -285,4 +317,25 @@ def test_finished_run_stays_finished(tmp_path: Path) -> None:
     run_rounds(founded(tmp_path, max_rounds=1), 1).close()
     again = resumed(tmp_path)
     assert (again.service.phase, again.service.reason) == ("finished", "all 1 rounds are closed")
+    again.close()
+
+
+def test_kept_versions_stay_readable_beside_the_process_and_a_restart_takes_the_newest(tmp_path: Path) -> None:
+    desk = founded(tmp_path, kept_versions=2)
+    states = [desk.service.ledgers["block1"].state_dict()]
+    for _ in range(3):
+        desk = run_rounds(desk, 1)
+        states.append(desk.service.ledgers["block1"].state_dict())
+    assert sorted(path.name for path in tmp_path.glob("block1-*")) == ["block1-2.safetensors", "block1-3.safetensors"]
+    for version in (2, 3):
+        read = read_entry_file(tmp_path / f"block1-{version}.safetensors")
+        assert (read["entry"], read["version"], read["norms"]) == ("block1", version, states[version]["norms"])
+        for kind in ("master", "buffers"):
+            assert same(read[kind], states[version][kind])
+    with pytest.raises(FileNotFoundError):
+        read_entry_file(tmp_path / "block1-1.safetensors")
+    desk.close()
+    again = resumed(tmp_path)
+    assert again.service.versions["block1"] == 3
+    assert [path.name for path in tmp_path.glob("block1-*")] == ["block1-3.safetensors"]
     again.close()

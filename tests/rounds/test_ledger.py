@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lightning_blocktrain.errors import CheckpointMismatchError, LedgerError
 from lightning_blocktrain.rounds import Ledger, OuterSGD, Params, Roster, RoundReport, RoundRules, Update, Verdict
-from lightning_blocktrain.rounds.ledger import OUTLIER_MIN_HISTORY, OUTLIER_WINDOW
+from lightning_blocktrain.rounds.history import OUTLIER_MIN_HISTORY, OUTLIER_WINDOW
 
 RULES = RoundRules(deadline_s=10.0)
 

@@ -20,6 +20,7 @@ RULE_CHOICES = [
     RoundRules(deadline_s=10.0),
     RoundRules(deadline_s=10.0, weighting="tokens", clip_norm=1.0),
     RoundRules(deadline_s=10.0, outlier_factor=2.0, min_replicas=2),
+    RoundRules(deadline_s=10.0, late="stale_weighted", max_staleness=1, deadline_quantile=0.5),
 ]
 
 
@@ -66,6 +67,7 @@ class Journal:
             assert report.version == self.ledger.version == version + 1
             self.reported.update(report.counts)
             self.merged += [(worker_id, report.round_idx) for worker_id in report.accepted]
+            self.merged += [(worker_id, report.round_idx - 1) for worker_id in report.stale]  # max_staleness is 1
             assert torch.isfinite(self.ledger.master["w"]).all()
         live = self.roster.live
         if not self.ledger.is_open and (self.ledger.version > 0 or len(live) >= 2):

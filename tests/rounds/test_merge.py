@@ -259,3 +259,15 @@ def test_as_params_without_a_copy_shares_what_has_the_form_already() -> None:
     shared = as_params(tensors, copy=False)
     assert [shared[name].data_ptr() == tensors[name].data_ptr() for name in tensors] == [True, False, True]
     assert all(tensor.data_ptr() != tensors[name].data_ptr() for name, tensor in as_params(tensors).items())
+
+
+def test_outer_sgd_leaves_spared_tensors_as_they_were_merged() -> None:
+    outer = OuterSGD(0.7, 0.9, spared=["var"])  # type: ignore[arg-type]
+    assert outer == OuterSGD(0.7, 0.9, spared=("var",))  # a list is what JSON makes of it
+    master, buffers = {"w": torch.ones(2), "var": torch.ones(2)}, {}
+    for _ in range(4):
+        merged = {name: tensor * 0.1 for name, tensor in master.items()}
+        master, buffers = outer.step(master, merged, buffers)
+    assert torch.equal(master["var"], merged["var"])
+    assert buffers.keys() == {"w"}
+    assert (master["w"] < 0).all()  # what momentum would have made of it

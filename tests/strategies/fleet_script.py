@@ -112,6 +112,10 @@ def digest(module: nn.Module) -> str:
     return hashlib.sha256(b"".join(t.numpy().tobytes() for t in module.state_dict().values())).hexdigest()
 
 
+def best_path(trainer: L.Trainer) -> str:
+    return getattr(trainer.checkpoint_callback, "best_model_path", "")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("folder", type=Path)
@@ -120,6 +124,11 @@ def main() -> None:
     parser.add_argument("--fault", default="")
     parser.add_argument("--fits", type=int, default=1)
     parser.add_argument("--deadline-s", type=float, default=60.0)
+    parser.add_argument("--exchange", default="http")
+    parser.add_argument("--epochs", type=int, default=1)
+    parser.add_argument("--resume", default=None)
+    parser.add_argument("--nodes", type=int, default=1)
+    parser.add_argument("--codec", default="fp32")
     args = parser.parse_args()
     if args.fault == "import" and "LOCAL_RANK" in os.environ:
         raise ImportError("no such thing in a worker")
@@ -129,10 +138,17 @@ def main() -> None:
         text = torch.randint(16, (64, 6))
         data = DataLoader(TensorDataset(text[:, :-1], text[:, 1:]), batch_size=2, shuffle=True)
         trainer = L.Trainer(
-            strategy=BlockTrainStrategy(sync_every=2, deadline_s=args.deadline_s, replicas=args.replicas),
+            strategy=BlockTrainStrategy(
+                sync_every=2,
+                deadline_s=args.deadline_s,
+                replicas=args.replicas,
+                exchange=args.exchange,
+                codec=args.codec,
+            ),
+            num_nodes=args.nodes,
             accelerator="cpu",
             devices=args.devices,
-            max_epochs=1,
+            max_epochs=args.epochs,
             callbacks=[
                 ModelCheckpoint(args.folder / f"ckpt{fit_idx}", monitor="val/loss", enable_version_counter=False),
                 Report(args.folder),
@@ -142,8 +158,11 @@ def main() -> None:
             enable_progress_bar=False,
             enable_model_summary=False,
         )
-        trainer.fit(module, data, DataLoader(TensorDataset(text[:8, :-1], text[:8, 1:]), batch_size=4))
+        held_out = DataLoader(TensorDataset(text[:8, :-1], text[:8, 1:]), batch_size=4)
+        trainer.fit(module, data, held_out, ckpt_path=args.resume)
         [scores] = trainer.validate(module, DataLoader(TensorDataset(text[:8, :-1], text[:8, 1:])), verbose=False)
+        after = {"digest": digest(module), "val": scores["val/loss"], "best": best_path(trainer)}
+        (args.folder / f"after{trainer.global_rank}").write_text(json.dumps(after))
         if not trainer.is_global_zero:
             continue
         loaded = Model.load_from_checkpoint(trainer.checkpoint_callback.best_model_path)  # type: ignore[union-attr]

@@ -6,22 +6,30 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 
-from lightning_blocktrain import BlockTrainStrategy
+from lightning_blocktrain import BlockTrainStrategy, Codec
 from lightning_blocktrain.errors import CheckpointMismatchError
 from lightning_blocktrain.rounds import OuterSGD
 from tests.strategies.conftest import TwoBlocks, assert_same, fit, loader, seeded, weights
+
+EXCHANGES: dict[str, dict[str, Any]] = {
+    "lockstep": {},
+    "wan": {"network": "wan"},
+    "topk": {"codec": Codec("topk", top_frac=0.1)},
+    "stale_weighted": {"network": "wan", "late": "stale_weighted", "deadline_quantile": 0.9},
+    "until_deadline": {"network": "wan", "local_steps": "until_deadline"},
+}
 
 
 class TestCheckpoints:
     @pytest.mark.parametrize(
         "save_step", [4, 5, 6, 12], ids=["round end", "in a round", "epoch end", "second epoch end"]
     )
-    @pytest.mark.parametrize("network", ["lockstep", "wan"])
-    def test_resume_equals_the_uninterrupted_run(self, make_trainer, tmp_path, save_step, network):
+    @pytest.mark.parametrize("exchange", EXCHANGES)
+    def test_resume_equals_the_uninterrupted_run(self, make_trainer, tmp_path, save_step, exchange):
         """24 batches, 4 workers: 6 steps an epoch; rounds of 4 steps, so epochs end inside rounds."""
 
         def trainer(**options: Any) -> L.Trainer:
-            strategy = BlockTrainStrategy(replicas=2, sync_every=4, interface_every=2, network=network)
+            strategy = BlockTrainStrategy(replicas=2, sync_every=4, interface_every=2, **EXCHANGES[exchange])
             save = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=save_step, save_top_k=-1)
             return make_trainer(strategy, max_epochs=3, enable_checkpointing=True, callbacks=[save], **options)
 

@@ -9,12 +9,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import lightning as L
 import psutil
 import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_blocktrain.coordinator.desk import Desk
-from lightning_blocktrain.strategies import launcher
-from lightning_blocktrain.strategies.launcher import Fleet, again, find_place, threads_for
+from lightning_blocktrain.strategies import launcher, passed_fits
+from lightning_blocktrain.strategies.launcher import Fleet, again, threads_for
+from lightning_blocktrain.strategies.place import find_place
 from tests.transport.lines import RUN, TOKEN, served
 
 ROOT = Path(__file__).parents[2]
@@ -90,7 +94,7 @@ def test_several_devices_equal_the_simulator_bit_for_bit_and_only_rank_0_writes(
     assert first["hooks"] == ["checkpoint", "validation"]
     for rank in range(1, 4):
         other = ran.seen(rank)
-        assert (other["hooks"], other["loggers"]) == ([], ["DummyLogger"])
+        assert (other["hooks"], other["loggers"]) == ([], ["SilentLogger"])
         assert other["callbacks"] == ["Report", "Fault"]
         assert (other["step"], other["lr"], other["flags"]) == (first["step"], first["lr"], True)
     assert len(list((ran.folder / "lightning_logs").iterdir())) == 2  # one of each run
@@ -109,6 +113,7 @@ def test_scenario_1_worker_that_is_killed_is_named_and_the_run_goes_on(run_scrip
     ran = run_script("--devices", "4", "--fault", "worker", "--deadline-s", "8")
     assert ran.code == 0, ran.output
     assert "Worker 2 (block 0) ended with exit code -9; the run goes on without it" in ran.output
+    assert "worker 2 has died: no round waits for it" in ran.output  # and not: is silent
     assert "block0 round 2 closed without workers [2]" in ran.output
     [result] = ran.results
     assert (result["step"], result["rounds"]) == (8, 4)
@@ -117,8 +122,8 @@ def test_scenario_1_worker_that_is_killed_is_named_and_the_run_goes_on(run_scrip
 
 @pytest.mark.slow
 def test_scenario_7_coordinator_that_is_killed_comes_back_and_nothing_is_lost(run_script: Any) -> None:
-    [undisturbed] = run_script("--devices", "1").results
-    ran = run_script("--devices", "2", "--fault", "coordinator")
+    [undisturbed] = run_script("--devices", "1", "--codec", "int8").results
+    ran = run_script("--devices", "2", "--codec", "int8", "--fault", "coordinator")
     assert ran.code == 0, ran.output
     assert "The coordinator ended with exit code -9; restart 1 of 3" in ran.output
     assert ran.results[0]["digest"] == undisturbed["digest"]
@@ -207,6 +212,42 @@ def test_find_place_of_a_started_worker_takes_what_it_was_told_out_of_the_enviro
     assert watched == [os.getppid()]
     assert not [name for name in os.environ if name.startswith("BLOCKTRAIN_")]
     assert "secret" not in repr(place)
+    assert not place.passes_over
+    # The simulated fit of a script that has fits of several processes too: rank 0 does it alone.
+    simulated = find_place(None, devices=1)
+    assert (simulated.passes_over, simulated.is_simulated, simulated.global_rank) == (True, False, 3)
+
+
+def test_given_address_takes_the_file_of_a_private_authority_from_the_environment(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("BLOCKTRAIN_TOKEN", "secret")
+    monkeypatch.delenv("BLOCKTRAIN_CAFILE", raising=False)
+    assert launcher.given_address("https://h:1") == launcher.Address("https://h:1", "blocktrain", "secret", None)
+    monkeypatch.setenv("BLOCKTRAIN_CAFILE", str(tmp_path / "ca.pem"))
+    with pytest.raises(ValueError, match=r"file of the authority must exist; got BLOCKTRAIN_CAFILE=.*ca\.pem"):
+        launcher.given_address("https://h:1")
+    (tmp_path / "ca.pem").touch()
+    address = launcher.given_address("https://h:1")
+    assert address is not None and address.cafile == str(tmp_path / "ca.pem")
+
+
+def test_fit_that_is_passed_over_leaves_what_rank_0_noted_of_its_checkpoints(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(passed_fits, "_finished", [])
+    trainers = [L.Trainer(accelerator="cpu", logger=False, default_root_dir=tmp_path) for _ in range(2)]
+    done = trainers[0].checkpoint_callback
+    assert isinstance(done, ModelCheckpoint)
+    done.best_model_path, done.best_model_score = "best.ckpt", torch.tensor(0.25)
+    passed_fits.note_fit(trainers[0])
+    noted = json.loads(json.dumps(passed_fits.noted_fits()))  # it travels as JSON
+    passed_fits.pass_over(trainers[1], noted[0])
+    passed = trainers[1].checkpoint_callback
+    assert isinstance(passed, ModelCheckpoint)
+    assert (passed.best_model_path, passed.last_model_path) == ("best.ckpt", "")
+    assert passed.best_model_score == 0.25
+    assert trainers[1].state.finished
 
 
 @pytest.mark.parametrize(

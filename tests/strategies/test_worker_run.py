@@ -11,8 +11,10 @@ from lightning_blocktrain.coordinator.desk import Desk
 from lightning_blocktrain.errors import SupersededError, TransportError
 from lightning_blocktrain.partition import partition as cut
 from lightning_blocktrain.rounds import INTERFACE, OuterSGD, RoundRules, Verdict
+from lightning_blocktrain.rounds.codecs import Codec
 from lightning_blocktrain.strategies import worker_run
 from lightning_blocktrain.strategies.block_guard import declared_layout
+from lightning_blocktrain.strategies.pace import Pace
 from lightning_blocktrain.strategies.simulated_run import RunSettings, SimulatedRun
 from lightning_blocktrain.strategies.worker_run import WorkerRun, masters_of
 from lightning_blocktrain.transport import RunTerms, WorkerFacts
@@ -133,15 +135,27 @@ def batches(num: int) -> Iterator[list[Tensor]]:
         yield [text[:, :-1], text[:, 1:]]
 
 
-@pytest.mark.parametrize(("make", "interface_every"), [(ThreeBlocks, 1), (ThreeBlocks, 2), (OnFrozenPrefix, 1)])
-def test_worker_run_lockstep_equals_the_simulator_bit_for_bit(make: type[ThreeBlocks], interface_every: int) -> None:
+@pytest.mark.parametrize(
+    ("make", "interface_every", "codec"),
+    [
+        (ThreeBlocks, 1, Codec("fp32")),
+        (ThreeBlocks, 2, Codec("fp32")),
+        (OnFrozenPrefix, 1, Codec("fp32")),
+        (ThreeBlocks, 2, Codec("int8", block=16)),
+        (ThreeBlocks, 1, Codec("topk", top_frac=0.1)),
+    ],
+)
+def test_worker_run_lockstep_equals_the_simulator_bit_for_bit(
+    make: type[ThreeBlocks], interface_every: int, codec: Codec
+) -> None:
     num_workers, num_rounds = BLOCKS * REPLICAS, 4
     data = list(batches(num_workers * SYNC_EVERY * num_rounds))
 
     module = seeded(make)
     optimizer = torch.optim.AdamW(module.parameters(), lr=0.05)
     parts = cut(module, declared_layout(module), BLOCKS)
-    simulated = SimulatedRun(module, parts, settings(replicas=REPLICAS, interface_every=interface_every), SEED)
+    options = {"replicas": REPLICAS, "interface_every": interface_every, "codec": codec}
+    simulated = SimulatedRun(module, parts, settings(**options), SEED)
     torch.manual_seed(4)
     for step in range(SYNC_EVERY * num_rounds):
         for worker in simulated.workers:
@@ -151,7 +165,11 @@ def test_worker_run_lockstep_equals_the_simulator_bit_for_bit(make: type[ThreeBl
         simulated.finish_step(last=step + 1 == SYNC_EVERY * num_rounds)
 
     fleet = Fleet(
-        [w % BLOCKS for w in range(num_workers)], make, interface_every=interface_every, max_rounds=num_rounds
+        [w % BLOCKS for w in range(num_workers)],
+        make,
+        interface_every=interface_every,
+        max_rounds=num_rounds,
+        codec=codec,
     )
     torch.manual_seed(4)
     for step in range(SYNC_EVERY * num_rounds):
@@ -169,6 +187,7 @@ def test_worker_run_lockstep_equals_the_simulator_bit_for_bit(make: type[ThreeBl
     assert_same(dict(fleet.modules[0].state_dict()), dict(module.state_dict()))
     assert fleet.runs[0].tally.accepted_tokens == simulated.tally.accepted_tokens
     assert fleet.runs[0].tally.num_rounds_closed == num_rounds
+    assert sum(run.tally.sent_bytes for run in fleet.runs) == simulated.tally.sent_bytes > 0
 
 
 def test_worker_run_masters_of_a_module_are_every_tensor_once() -> None:
@@ -220,6 +239,37 @@ def test_worker_run_that_is_late_goes_on_from_the_newest_version_and_counts_its_
     master = fleet.ledgers["block0"].master
     assert_same({name: late.worker.local[name] for name in master}, master)
     assert fleet.hub.desk.service.counts["block0", Verdict.LATE] == 1
+
+
+def test_worker_run_short_of_time_sends_the_steps_it_has() -> None:
+    fleet = Fleet([0, 1, 2], local_steps="until_deadline")
+    for run in fleet.runs:
+        run.settings = settings(sync_every=100)
+        run._pace = Pace("until_deadline", RULES.deadline_s, fleet.clock)
+        run._pace.begin()
+    slow, data = fleet.runs[1], batches(6)
+    for other in (0, 2):
+        fleet.step(other, next(data))
+        fleet.runs[other].send_round()
+    for passed_s in (20.0, 20.0):
+        fleet.step(1, next(data))
+        fleet.clock.now += passed_s
+    assert slow._pace.is_time_to_send(slow.steps_in_round)  # 20 s a step, and 10 s are left
+    slow.send_round()
+    reports = {report.entry: report for report in fleet.hub.desk.service.reports}
+    assert (reports["block1"].accepted, reports["block1"].accepted_steps) == ((1,), 2)
+
+
+@pytest.mark.parametrize(("verdict", "owed"), [(Verdict.ACCEPTED, True), (Verdict.LATE, False)])
+def test_worker_run_keeps_what_a_codec_lost_of_an_accepted_update_only(verdict: Verdict, owed: bool) -> None:
+    fleet = Fleet([0, 0, 1, 2], codec=Codec("topk", top_frac=0.1))
+    for w, batch in enumerate(batches(4)):
+        fleet.step(w, batch)
+    if verdict is Verdict.LATE:
+        fleet.clock.now += RULES.deadline_s + 1
+    fleet.runs[1].send_round()
+    assert fleet.hub.desk.service.counts["block0", verdict] == 1
+    assert bool(fleet.runs[1].worker.feedback["block0"].residual) is owed
 
 
 def test_worker_run_ends_quietly_when_the_run_is_stopped() -> None:
@@ -282,3 +332,52 @@ def test_worker_run_a_round_that_never_closes_is_an_error_not_a_hang(monkeypatch
     with pytest.raises(TransportError, match="a round must close by its deadline; got entry=interface, version=0"):
         fleet.runs[0].take_round()
     assert looks
+
+
+def test_worker_run_that_joins_while_the_interface_merges_begins_with_the_merged_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(worker_run, "SLICE_S", 0.01)
+    fleet = Fleet([0, 1, 2])
+    data = batches(3)
+    send(fleet, data, 0)
+    assert (fleet.ledgers["block0"].version, fleet.ledgers[INTERFACE].version) == (1, 0)
+
+    module = seeded(ThreeBlocks)
+    line = MemoryTransport(fleet.hub, "run", "token")
+    welcome = line.join(WorkerFacts(3, 0))
+    run = WorkerRun(module, cut(module, declared_layout(module), BLOCKS), settings(), 3, 0, SEED)
+    run.begin(line, welcome, look_up=once(lambda: send(fleet, data, 1, 2)))
+    assert run.versions == {"block0": 1, INTERFACE: 1}
+
+
+def test_worker_run_that_comes_back_while_the_interface_merges_goes_on_with_the_merged_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(worker_run, "SLICE_S", 0.01)
+    data = batches(20)
+    back = once(lambda: send(fleet, data, 2, 3))
+    fleet = Fleet([0, 0, 1, 2], look_up=back)
+    fleet.hub.desk.service.membership.members[1].beats = True  # and it is not heard of any more
+    fleet.clock.now += fleet.terms.silence_s + 1
+    send(fleet, data, 0, 2, 3)
+    for w in (0, 2, 3):
+        fleet.runs[w].take_round()
+    send(fleet, data, 0)
+    assert (fleet.ledgers["block0"].version, fleet.ledgers[INTERFACE].version) == (2, 1)
+
+    send(fleet, data, 1)
+    fleet.runs[1].take_round()
+    assert fleet.runs[1].versions == {"block0": 2, INTERFACE: 2}
+
+
+def send(fleet: Fleet, data: Iterator[list[Tensor]], *worker_ids: int) -> None:
+    for worker_id in worker_ids:
+        fleet.step(worker_id, next(data))
+        fleet.runs[worker_id].send_round()
+
+
+def once(act: Callable[[], None]) -> Callable[[], None]:
+    """Return a function that acts when it is called for the first time."""
+    left = [act]
+    return lambda: left.pop()() if left else None

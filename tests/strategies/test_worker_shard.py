@@ -117,3 +117,26 @@ def test_worker_shard_resumes_inside_an_epoch_from_any_workers_state() -> None:
         resumed = shard_of(shuffled(), worker_id, torch.get_rng_state())
         resumed.load_state_dict(saved)
         assert listed(resumed) == whole[worker_id][2:]
+
+
+@pytest.mark.parametrize("kind", ["shuffled", "own generator"])
+def test_worker_shard_resumes_between_two_epochs(kind: str) -> None:
+    torch.manual_seed(5)
+    state = torch.get_rng_state()
+    first = shard_of(LOADERS[kind](), 0, state)
+    list(first)
+    saved = first.state_dict()
+    expected = listed(first)
+    torch.manual_seed(9)
+    now = torch.get_rng_state()
+    resumed = shard_of(LOADERS[kind](), 0, now)
+    resumed.load_state_dict(saved)
+    epoch = iter(resumed)
+    batches = [next(epoch)]
+    assert torch.equal(torch.get_rng_state(), now)  # the stream of worker 0 is not the one of the orders any more
+    assert listed([*batches, *epoch]) == expected
+
+
+def test_shard_of_an_id_beyond_the_number_of_parts_is_one_of_them() -> None:
+    state = torch.get_rng_state()
+    assert [Shard(worker_id, 3, 0, state).part for worker_id in (0, 2, 3, 4000)] == [0, 2, 0, 1]

@@ -14,6 +14,7 @@ from lightning_blocktrain.transport.base import Submission, Transport, Welcome, 
 from lightning_blocktrain.transport.http import HttpTransport
 from lightning_blocktrain.transport.loop import LoopThread
 from lightning_blocktrain.transport.memory import MemoryHub, MemoryTransport
+from lightning_blocktrain.transport.shared import SharedTransport
 from lightning_blocktrain.transport.terms import RunTerms
 
 RUN, TOKEN = "run-1", "s3cret-token"
@@ -40,17 +41,17 @@ class Line:
         self.url = ""
         self._stack = stack
         self._hub: MemoryHub | None = None
-        if kind == "memory":
-            self._hub = MemoryHub(desk, clock)
-        else:
+        if kind == "http":
             self.url = stack.enter_context(served(desk, clock)).url
+        else:
+            self._hub = MemoryHub(desk, clock)
 
     def open(self, run_id: str = RUN, token: str = TOKEN) -> Transport:
         if self._hub is not None:
             line: Transport = MemoryTransport(self._hub, run_id, token)
         else:
             line = HttpTransport(self.url, run_id, token, reconnect_timeout_s=10.0, stall_timeout_s=10.0)
-        return self._stack.enter_context(line)
+        return self._stack.enter_context(SharedTransport({"all": line}) if self.kind == "shared" else line)
 
     def join(self, worker_id: int | None = None, **facts: Any) -> tuple[Transport, Welcome]:
         line = self.open()

@@ -1,4 +1,4 @@
-"""What every transport promises; memory and HTTP run the same lines."""
+"""What every transport promises; memory, HTTP and a shared line to one coordinator run the same lines."""
 
 import threading
 from collections.abc import Iterator
@@ -20,7 +20,8 @@ from lightning_blocktrain.errors import (
     UnauthorisedError,
     WrongRunError,
 )
-from lightning_blocktrain.rounds import OuterSGD, Params, RoundRules, Verdict
+from lightning_blocktrain.rounds import OuterSGD, RoundRules, Verdict
+from lightning_blocktrain.rounds.codecs import Codec
 from lightning_blocktrain.transport.base import Fetched, Transport, WorkerFacts
 from tests.transport.lines import (
     RUN,
@@ -35,7 +36,7 @@ from tests.transport.lines import (
 )
 
 
-@pytest.fixture(params=["memory", "http"])
+@pytest.fixture(params=["memory", "http", "shared"])
 def line(request: pytest.FixtureRequest) -> Iterator[Line]:
     with line_of(request.param) as opened:
         yield opened
@@ -151,6 +152,39 @@ def test_leave_lets_the_round_close_without_the_worker(line: Line) -> None:
     assert fetched(stays, "block0", 0).version == 1
     assert send(leaves, 2, base=1) is Verdict.SUPERSEDED
     assert stays.status()["workers"]["1"]["is_live"] is False
+
+
+def test_dismiss_lets_the_round_close_without_the_worker_which_may_join_again(line: Line) -> None:
+    (stays, _), (dies, _) = begin(line, [0, 0])
+    send(stays, 1)
+    assert stays.fetch("block0", 0, 0.0) is None
+    with line.open() as watcher:
+        assert watcher.dismiss(1)
+        assert not watcher.dismiss(1)
+    assert fetched(stays, "block0", 0).version == 1
+    assert stays.status()["workers"]["1"]["is_live"] is False
+    assert send(dies, 2, base=1) is Verdict.SUPERSEDED
+    again, welcome = line.join(1)
+    assert (welcome.worker_id, welcome.incarnation) == (1, 1)
+    send(stays, 3, base=1)
+    send(again, 4, base=1)
+    send(stays, 5, base=2)
+    assert stays.fetch("block0", 2, 0.0) is None  # it is waited for as before
+
+
+@pytest.mark.parametrize("worker_id", [2, -1, None, "1", True, 10**30, 0.0])
+def test_dismiss_of_nobody_changes_nothing(line: Line, worker_id: Any) -> None:
+    (worker, _), _ = begin(line, [0, 1])
+    assert not worker.dismiss(worker_id)
+    assert [kept["is_live"] for kept in worker.status()["workers"].values()] == [True, True]
+
+
+def test_join_of_an_open_run_tells_everyone_as_many_parts_as_it_needs_workers(line: Line) -> None:
+    line.open().found(make_terms(rules=RoundRules(deadline_s=RULES_DEADLINE, min_replicas=2)), make_masters())
+    parts = [line.join()[1] for _ in range(4)]
+    assert [(welcome.worker_id, welcome.num_workers) for welcome in parts] == [(0, 4), (1, 4), (2, 4), (3, 4)]
+    _, far = line.join(4000)
+    assert far.num_workers == 5
 
 
 def test_submit_before_join_is_refused(line: Line) -> None:
@@ -337,29 +371,41 @@ def test_submit_for_a_block_of_others_is_refused(line: Line) -> None:
     assert receipt.reason == "Worker 0 trains block 0, not block1."
 
 
-def test_submit_with_a_codec_that_the_coordinator_does_not_know_is_refused(line: Line) -> None:
-    (worker, _), _ = begin(line, [0, 0])
-    receipt = worker.submit("block0", submission(0, make_masters(1)["block0"], meta={"codec": "int8"}))
+@pytest.mark.parametrize("meta", [{"codec": "zip"}, {"codec": "int8", "block": "64"}, Codec("bf16").meta])
+def test_submit_with_another_codec_than_the_runs_is_refused(line: Line, meta: dict[str, str]) -> None:
+    (worker, _), _ = begin(line, [0, 0], codec=Codec("int8"))
+    receipt = worker.submit("block0", submission(0, make_masters(1)["block0"], meta=meta))
     assert receipt.verdict is Verdict.MALFORMED
-    assert "takes parameters only" in receipt.reason
+    assert "The codec says: the message must be of codec" in receipt.reason
 
 
-@pytest.mark.parametrize("kind", ["memory", "http"])
-def test_submit_with_a_codec_is_decoded_on_its_base(kind: str) -> None:
-    def decode(tensors: Any, meta: Any, base: Params) -> Params:
-        if meta != {"codec": "delta"}:
-            raise ValueError("an unknown codec")
-        return {name: base[name] + tensors[f"d:{name}"] for name in base}
+@pytest.mark.parametrize("codec", [Codec("bf16"), Codec("int8", block=16), Codec("topk", top_frac=0.5)])
+def test_submit_with_the_runs_codec_is_decoded_on_its_base(line: Line, codec: Codec) -> None:
+    ((worker, welcome),) = begin(line, [0], codec=codec)
+    assert welcome.terms.codec == codec
+    master = make_masters(1)["block0"]
+    encoded = codec.encode(moved(master, 3), master)
+    assert send(worker, 0, params=encoded.tensors, meta=encoded.meta) is Verdict.ACCEPTED
+    assert same(fetched(worker, "block0", 0).params, codec.decode(encoded, master))
 
-    with line_of(kind, decode=decode) as line:
-        ((worker, _),) = begin(line, [0])
-        master = make_masters(1)["block0"]
-        deltas = {f"d:{name}": torch.ones_like(tensor) for name, tensor in master.items()}
-        refused = worker.submit("block0", submission(0, deltas, meta={"codec": "zip"}))
-        assert (refused.verdict, refused.reason) == (Verdict.MALFORMED, "The codec says: an unknown codec")
-        ((worker, _),) = [line.join(0)]
-        assert send(worker, 0, params=deltas, meta={"codec": "delta"}, base=1) is Verdict.ACCEPTED
-        assert same(fetched(worker, "block0", 1).params, {name: tensor + 1 for name, tensor in master.items()})
+
+def test_late_update_counts_with_its_weight_where_the_rules_say_so(line: Line) -> None:
+    rules = RoundRules(deadline_s=RULES_DEADLINE, late="stale_weighted")
+    (first, _), (second, _) = begin(line, [0, 0], rules=rules)
+    master = make_masters(1)["block0"]
+    on_time, late = moved(master, 1), moved(master, 2)
+    send(first, 0, params=on_time)
+    line.clock.now += RULES_DEADLINE
+    assert fetched(first, "block0", 0).closes_in_s == RULES_DEADLINE
+    receipt = second.submit("block0", submission(0, late))
+    assert receipt.verdict is Verdict.ACCEPTED
+    assert receipt.reason == "Counts in the round of version 1, weighing 0.707."
+    fresh = moved(on_time, 3)
+    send(first, 1, params=fresh, base=1)
+    line.clock.now += RULES_DEADLINE
+    scaled = on_time["layer.w"] + (late["layer.w"] - master["layer.w"]) * 2**-0.5
+    expected = (fresh["layer.w"] + scaled) / 2
+    assert torch.allclose(fetched(first, "block0", 1).params["layer.w"], expected, atol=1e-6)
 
 
 # The whole run
@@ -414,9 +460,10 @@ def test_scenario_08_single_worker_gets_back_what_it_sent(line: Line) -> None:
 def test_stop_ends_the_run_for_everybody(line: Line) -> None:
     (first, _), (second, _) = begin(line, [0, 0])
     first.stop("enough")
-    for ask in (lambda: second.fetch("block0"), lambda: send(second, 1), lambda: line.join()):
+    for ask in (lambda: second.fetch("block0", 0), lambda: send(second, 1), lambda: line.join()):
         with pytest.raises(RunEndedError, match="The run is over: enough"):
             ask()
+    assert fetched(second, "block0").version == 0, "what there is stays to be had, for who uses the model afterwards"
     second.leave()
     assert (second.status()["phase"], second.status()["reason"]) == ("stopped", "enough")
 
@@ -444,6 +491,7 @@ def test_scenario_38_wrong_token_is_refused_and_changes_nothing(line: Line) -> N
         lambda: stranger.fetch("block0"),
         lambda: stranger.status(),
         lambda: stranger.stop("mine"),
+        lambda: stranger.dismiss(1),
     ):
         with pytest.raises(UnauthorisedError) as caught:
             ask()

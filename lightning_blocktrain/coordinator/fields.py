@@ -1,0 +1,38 @@
+"""What a request says outside its message: who sends it, and the numbers in its query. Owns no path and no meaning."""
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from aiohttp import web
+
+from lightning_blocktrain.coordinator.bodies import Refusal
+from lightning_blocktrain.transport.base import Sender
+
+WORKER_HEADER = "BlockTrain-Worker"
+
+
+def sender_in_header(request: web.Request) -> Sender | None:
+    """Return who sends a request, if it says so in the one form there is."""
+    matched = re.fullmatch(r"([0-9]{1,15})/([0-9]{1,15})", request.headers.get(WORKER_HEADER, ""))
+    return None if matched is None else Sender(int(matched[1]), int(matched[2]))
+
+
+def sender_in(values: Mapping[str, Any]) -> Sender:
+    """Return who sends a JSON object, unchecked: the membership judges it."""
+    return Sender(values.get("worker_id"), values.get("incarnation"))  # type: ignore[arg-type]
+
+
+def number_in_query(request: web.Request, name: str, default: float) -> float:
+    """Return a number of the query.
+
+    Raises:
+        Refusal: If it is none, or too large to be one exactly.
+    """
+    try:
+        value = float(request.query.get(name, default))
+    except ValueError:
+        value = float("nan")
+    if not abs(value) < 2**53:
+        raise Refusal(400, "refused", f"{name} must be a number.")
+    return value

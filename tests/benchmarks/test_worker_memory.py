@@ -1,0 +1,59 @@
+import json
+
+import pytest
+
+from benchmarks import worker_memory
+
+
+def process(rank: int, base: int, peak: int) -> dict:
+    return {"rank": rank, "base": {"pss": base, "uss": base}, "peak": {"pss": peak, "uss": peak}, "num_samples": 9}
+
+
+@pytest.mark.parametrize(("codec", "per_param"), [("fp32", 20), ("int8", 24)])
+@pytest.mark.parametrize("over", [-1, 1])
+def test_worker_memory_target_is_the_formula_of_the_worst_worker_that_is_not_rank_zero(codec, per_param, over):
+    args = worker_memory.parse(["--quick", "--codec", codec])
+    model, one = worker_memory.make_module("workers", args), worker_memory.make_module("block", args)
+    elsewhere = sum(parameter.numel() for parameter in model.layers[0].parameters())
+    params = sum(parameter.numel() for parameter in model.parameters()) - elsewhere
+    extra = 1000
+    block_peak = 16 * sum(parameter.numel() for parameter in one.parameters()) + extra
+    limit = 1.1 * (per_param * params + extra)
+    found = {
+        "block": [process(0, 50, 50 + block_peak)],
+        "whole": [process(0, 70, 70 + 4 * int(limit))],
+        "workers": [process(0, 0, 10 * int(limit)), process(2, 10, 11), process(1, 10, 10 + int(limit) + over)],
+    }
+    report = worker_memory.report_of(found, args)
+    assert report["params_of_block_and_interface"] == params
+    assert report["a_bytes"] == extra
+    assert report["limit_bytes"] == pytest.approx(limit)
+    assert report["within"] is (over < 0)
+    assert report["whole_over_worker"] == pytest.approx(4, rel=1e-2)
+    assert report["rank_zero_bytes"] == 10 * int(limit)
+
+
+def test_worker_memory_peak_sees_what_is_allocated_while_it_samples():
+    with worker_memory.PeakMemory(sample_every_s=0.001) as memory:
+        block = bytearray(2**26)
+        seen = memory.num_samples
+        while memory.num_samples < seen + 3:
+            pass
+        del block
+    assert memory.peak["pss"] - memory.base["pss"] > 2**25
+
+
+def test_worker_memory_of_one_block_is_refused(capsys):
+    with pytest.raises(SystemExit):
+        worker_memory.main(["--num-blocks", "1"])
+    assert "num_blocks must be at least 2; got num_blocks=1" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_worker_memory_run_quick_measures_every_process(tmp_path):
+    worker_memory.main(["--quick", "--json", str(tmp_path / "report.json")])
+    report = json.loads((tmp_path / "report.json").read_text())
+    ranks = {arm: [process["rank"] for process in found] for arm, found in report["processes"].items()}
+    assert ranks == {"block": [0], "whole": [0], "workers": [0, 1]}
+    assert all(process["num_samples"] > 1 for found in report["processes"].values() for process in found)
+    assert report["whole_over_worker"] > 0
