@@ -5,10 +5,11 @@ Owns the names. Holds no secret: neither contains the token.
 
 import math
 from collections.abc import Iterator, Mapping
+from dataclasses import fields
 from typing import Any
 
 from lightning_blocktrain.coordinator.service import CoordinatorService
-from lightning_blocktrain.rounds import Ledger, RoundReport, block_entry
+from lightning_blocktrain.rounds import Ledger, RoundReport, Verdict, block_entry
 
 
 def snapshot(service: CoordinatorService, now: float) -> dict[str, Any]:
@@ -55,6 +56,14 @@ def _plain(value: Any) -> Any:
     if isinstance(value, tuple):
         return list(value)
     return {str(name): kept for name, kept in value.items()} if isinstance(value, dict) else value
+
+
+def report_of(values: Mapping[str, Any]) -> RoundReport:
+    """Return the report of a closed round that a snapshot shows."""
+    known = {item.name: values[item.name] for item in fields(RoundReport)}
+    tuples = {name: tuple(value) for name, value in known.items() if isinstance(value, list)}
+    counts = {Verdict(verdict): count for verdict, count in values["counts"].items()}
+    return RoundReport(**{**known, **tuples, "counts": counts})
 
 
 def _workers(service: CoordinatorService) -> dict[str, dict[str, Any]]:

@@ -80,6 +80,8 @@ class Codec:
         name: ``fp32`` is exact; ``bf16``, ``int8`` and ``topk`` are lossy and want ``feedback.ErrorFeedback``.
         block: Values that share one scale of ``int8``, 16 to 65536.
         top_frac: Share of each tensor's values that ``topk`` sends, in (0, 1].
+        spared: Names of tensors that travel as they are, as a module's buffers do; the strategies set it. No part of
+            the meta: both ends have it from the terms of the run.
 
     Raises:
         ValueError: If the name is unknown or an option is out of range.
@@ -88,8 +90,10 @@ class Codec:
     name: CodecName
     block: int = 256
     top_frac: float = 0.05
+    spared: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "spared", tuple(self.spared))  # from JSON it is a list
         if self.name not in get_args(CodecName):
             got = f"name={shown(self.name)}"
             raise ValueError(explain("name must be a known codec", got, f"choose {', '.join(get_args(CodecName))}"))
@@ -134,7 +138,8 @@ class Codec:
         Args:
             base: Tensors by name.
         """
-        forms = [form for start in base.values() for form in self._layout(start, by_value=False).values()]
+        layouts = (self._layout(name, start, by_value=False) for name, start in base.items())
+        forms = [form for layout in layouts for form in layout.values()]
         return sum(math.prod(form.shape) * max(dtype.itemsize for dtype in form.dtypes) for form in forms)
 
     def encode(
@@ -158,7 +163,7 @@ class Codec:
         _check_residual(residual, base)
         tensors: dict[str, Tensor] = {}
         for name, start in base.items():
-            parts = self._pack(params[name].detach(), start.detach(), residual.get(name))
+            parts = self._pack(name, params[name].detach(), start.detach(), residual.get(name))
             tensors |= {f"{part}:{name}": _owned(tensor) for part, tensor in parts.items()}
         return Encoded(tensors, self.meta)
 
@@ -195,17 +200,21 @@ class Codec:
             raise ValueError(explain(rule, f"num_values={numel}", "choose int8"))
         return min(numel, math.ceil(self.top_frac * numel))
 
-    def _by_value(self, tensor: Tensor) -> bool:
+    def _by_value(self, name: str, tensor: Tensor) -> bool:
         # A difference of two 16-bit floats needs more than 16 bits: sent as they are, they are smaller and exact.
         narrow = self.name == "bf16" and tensor.dtype in _NARROW
-        return narrow or self.name == "fp32" or not tensor.is_floating_point()
+        return narrow or self._is_exact(name) or not tensor.is_floating_point()
 
-    def _layout(self, start: Tensor, by_value: bool) -> dict[str, _Form]:
+    def _is_exact(self, name: str) -> bool:
+        # Rounding could carry a running variance below zero.
+        return self.name == "fp32" or name in self.spared
+
+    def _layout(self, name: str, start: Tensor, by_value: bool) -> dict[str, _Form]:
         shape, numel = tuple(start.shape), start.numel()
         if not start.is_floating_point():
             return {"values": _Form((start.dtype,), shape)}
-        if self.name == "fp32" or (self.name == "bf16" and by_value):
-            return {"values": _Form(_FLOATS if self.name == "fp32" else _NARROW, shape)}
+        if self._is_exact(name) or (self.name == "bf16" and by_value):
+            return {"values": _Form(_FLOATS if self._is_exact(name) else _NARROW, shape)}
         if self.name == "bf16":
             return {"delta": _Form((torch.bfloat16,), shape)}
         if self.name == "int8":
@@ -214,8 +223,8 @@ class Codec:
         most = (self._num_top(numel),)
         return {"indices": _Form((torch.int32,), most, True), "entries": _Form((torch.float32,), most, True)}
 
-    def _pack(self, tensor: Tensor, start: Tensor, residual: Tensor | None) -> dict[str, Tensor]:
-        if self._by_value(tensor):
+    def _pack(self, name: str, tensor: Tensor, start: Tensor, residual: Tensor | None) -> dict[str, Tensor]:
+        if self._by_value(name, tensor):
             other = tensor.is_floating_point() and tensor.dtype not in _FLOATS
             return {"values": tensor.to(torch.float32) if other else tensor}
         num_top = self._num_top(tensor.numel()) if self.name == "topk" else 0
@@ -231,7 +240,7 @@ class Codec:
         return {"indices": indices, "entries": entries}
 
     def _parts(self, tensors: Mapping[str, Tensor], name: str, start: Tensor) -> dict[str, Tensor]:
-        layout = self._layout(start, by_value=f"values:{name}" in tensors)
+        layout = self._layout(name, start, by_value=f"values:{name}" in tensors)
         for part, form in layout.items():
             _check_part(f"{part}:{name}", tensors.get(f"{part}:{name}"), form)
         parts = {part: tensors[f"{part}:{name}"] for part in layout}

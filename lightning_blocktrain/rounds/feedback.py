@@ -5,6 +5,7 @@ became of it (that is the ledger's verdict, which the worker passes on).
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
@@ -78,13 +79,13 @@ class ErrorFeedback:
     @classmethod
     def of_state(cls, state: Mapping[str, Any]) -> "ErrorFeedback":
         """Return one that continues from what ``state_dict`` gave."""
-        feedback = cls(Codec.from_meta(state["codec"]))
+        feedback = cls(replace(Codec.from_meta(state["codec"]), spared=tuple(state["spared"])))
         feedback.load_state_dict(dict(state))
         return feedback
 
     def state_dict(self) -> dict[str, Any]:
         """Return the codec's meta and the residual's own tensors; an update not confirmed yet leaves no trace."""
-        return {"codec": self.codec.meta, "residual": dict(self._residual)}
+        return {"codec": self.codec.meta, "spared": list(self.codec.spared), "residual": dict(self._residual)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from a stored state.

@@ -363,7 +363,7 @@ class Member:
             max_rounds=self._max_rounds,
             join_timeout_s=self.limits.join_timeout_s,
             on_missing_block=self.limits.on_missing_block,
-            codec=self.settings.codec,
+            codec=replace(self.settings.codec, spared=self._spared),
             local_steps=self.settings.local_steps,
             identity={"model": _shape_digest(masters)},
             worker_settings={"seed": seed, "order_state": _as_text(order_state), "start_step": self.start_step},

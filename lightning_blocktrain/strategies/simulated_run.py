@@ -128,7 +128,8 @@ class SimulatedRun:
         masters = {block_entry(b): self._merged(names) for b, names in enumerate(self.workers.block_names)}
         if self.workers.interface_names:
             masters[INTERFACE] = self._merged(self.workers.interface_names)
-        outer = replace(settings.outer_optimizer, spared=buffer_names(module, partition))
+        spared = buffer_names(module, partition)
+        outer, self._codec = replace(settings.outer_optimizer, spared=spared), replace(settings.codec, spared=spared)
         update_bytes = max(update_bytes_of(masters, b) for b in range(partition.num_blocks))
         self.coordinator = SimulatedCoordinator(
             masters,
@@ -138,7 +139,7 @@ class SimulatedRun:
             network=settings.network_for(len(self.workers), update_bytes),
             seed=seed,
             interface_every=settings.interface_every,
-            upload_frac=_upload_frac(settings.codec, masters),
+            upload_frac=_upload_frac(self._codec, masters),
         )
 
     @property
@@ -209,7 +210,7 @@ class SimulatedRun:
 
     def _sent(self, worker: Worker, entry: str, names: Sequence[str]) -> dict[str, Tensor]:
         """Return what the coordinator makes of a worker's update."""
-        codec = self.settings.codec
+        codec = self._codec
         if codec.name == "fp32":
             params = _pick(worker.local, names)
             self.tally.sent_bytes += sum(tensor.numel() * tensor.element_size() for tensor in params.values())

@@ -9,14 +9,14 @@ submitted before anything is awaited. Waiting happens in short slices, so that w
 
 import logging
 import time
+import warnings
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import fields
 from typing import Any
 
-from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_blocktrain.coordinator.status import report_of
 from lightning_blocktrain.errors import (
     RunEndedError,
     RunFailedError,
@@ -27,7 +27,7 @@ from lightning_blocktrain.errors import (
 )
 from lightning_blocktrain.heap import trim_heap
 from lightning_blocktrain.partition import Partition
-from lightning_blocktrain.rounds import INTERFACE, RoundReport, Verdict, block_entry
+from lightning_blocktrain.rounds import INTERFACE, Verdict, block_entry
 from lightning_blocktrain.strategies import block_checkpoint
 from lightning_blocktrain.strategies.pace import Pace
 from lightning_blocktrain.strategies.simulated_run import RunSettings, Tally
@@ -280,7 +280,8 @@ class WorkerRun:
         if receipt.verdict is Verdict.UNAUTHORISED:
             raise UnauthorisedError(receipt.reason)
         if receipt.verdict in REFUSED_CONTENT:
-            rank_zero_warn(f"An update of {entry} does not count ({receipt.verdict}): {receipt.reason}")
+            # Not rank_zero_warn: it is silent in every process but the one that leads.
+            warnings.warn(f"An update of {entry} does not count ({receipt.verdict}): {receipt.reason}", stacklevel=2)
         if receipt.verdict is Verdict.NONFINITE:
             self.worker.optimizer_state.clear()  # what made the update may be in there
         if receipt.verdict not in COUNTS_OR_WAITS + REFUSED_CONTENT:
@@ -410,14 +411,6 @@ def masters_of(module: nn.Module, partition: Partition) -> dict[str, dict[str, T
         entry: fp32({n: tensors[n] for n in kept if n in tensors}, copy=False) for entry, kept in entries.items()
     }
     return {entry: kept for entry, kept in masters.items() if kept or entry != INTERFACE}
-
-
-def report_of(values: Mapping[str, Any]) -> RoundReport:
-    """Return the report of a closed round that a coordinator's status shows."""
-    known = {item.name: values[item.name] for item in fields(RoundReport)}
-    tuples = {name: tuple(value) for name, value in known.items() if isinstance(value, list)}
-    counts = {Verdict(verdict): count for verdict, count in values["counts"].items()}
-    return RoundReport(**{**known, **tuples, "counts": counts})
 
 
 def _prefix(partition: Partition, block_idx: int) -> Iterable[int]:

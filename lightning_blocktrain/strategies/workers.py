@@ -64,7 +64,9 @@ class Worker:
             base: What it started from, by the names of the entry's tensors, in any floating dtype.
         """
         params, start = fp32({name: self.local[name] for name in base}, copy=False), fp32(base, copy=False)
-        return self.feedback.setdefault(entry, ErrorFeedback(codec)).encode(params, start)
+        if entry not in self.feedback or self.feedback[entry].codec != codec:  # resumed from a run with another one
+            self.feedback[entry] = ErrorFeedback(codec)
+        return self.feedback[entry].encode(params, start)
 
     @property
     def optimizer_mem_bytes(self) -> int:

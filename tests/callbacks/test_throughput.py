@@ -115,6 +115,7 @@ class TwoWorkers(SingleDeviceStrategy):
         self.worker_steps = 0
         self.worker_tokens = 0
         self.accepted_tokens = 0
+        self.sent_bytes = 0
 
     def optimizer_step(self, *args, **kwargs):
         result = super().optimizer_step(*args, **kwargs)

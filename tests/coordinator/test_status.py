@@ -4,9 +4,8 @@ import json
 
 import pytest
 
-from lightning_blocktrain.coordinator.status import snapshot
+from lightning_blocktrain.coordinator.status import report_of, snapshot
 from lightning_blocktrain.rounds import Verdict
-from lightning_blocktrain.strategies.worker_run import report_of
 from lightning_blocktrain.transport.base import Sender, WorkerFacts
 from tests.coordinator.test_server import founded_desk
 from tests.transport.lines import make_masters, moved, submission

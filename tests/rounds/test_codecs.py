@@ -11,6 +11,7 @@ from safetensors.torch import load, save
 from lightning_blocktrain.rounds import Ledger, OuterSGD, Params, Roster, RoundRules, Update, Verdict
 from lightning_blocktrain.rounds.codecs import (
     Codec,
+    CodecName,
     dequantize,
     quantize,
     select_top,
@@ -316,3 +317,18 @@ def verdict_on(params: Params, base: Params) -> Verdict:
         params=params,
     )
     return ledger.submit(update, 0.0).verdict
+
+
+@pytest.mark.parametrize("name", ["bf16", "int8", "topk"])
+def test_spared_tensors_travel_as_they_are(name: CodecName) -> None:
+    codec = Codec(name, spared=("running_var",))
+    base = {"running_var": torch.tensor([1e-6, 3.0, 500.0]), "weight": torch.zeros(3)}
+    params = {"running_var": torch.tensor([2e-6, 4.0, 1.0]), "weight": torch.tensor([1e-3, -1.0, 300.0])}
+    encoded = codec.encode(params, base, {"running_var": torch.full((3,), -9.0)})
+    decoded = codec.decode(encoded, base)
+    assert torch.equal(decoded["running_var"], params["running_var"])
+    assert not torch.equal(decoded["weight"], params["weight"])
+    assert wire_bytes(encoded) <= codec.max_bytes(base)
+    assert encoded.meta == Codec(name).meta
+    with pytest.raises(ValueError, match=r"values:running_var must be there as a dense tensor"):
+        codec.decode(Codec(name).encode(params, base), base)
