@@ -1,7 +1,8 @@
 """What must hold after single scenarios of the fault harness, beside what every run has to come to.
 
 Owns who suffers and when: the scripts make it happen there, the checks look there. Pure; every check yields what is
-wrong.
+wrong, whatever the story lacks. ``closes_by_the_deadline`` and ``resumes_soon`` judge times and are for
+``Expected.time_check``, the others judge none.
 """
 
 from collections.abc import Callable, Iterator
@@ -30,17 +31,15 @@ def closes_by_the_deadline(shape: Shape, story: Story) -> Iterator[str]:
 
 
 def missing_by_name(shape: Shape, story: Story) -> Iterator[str]:
-    """The round closes by its deadline, and its report names the victim as missing."""
-    yield from closes_by_the_deadline(shape, story)
-    [report] = [r for r in story.reports if r["entry"] == f"block{BLOCK}" and r["round_idx"] == ROUND]
+    """The round's report names the victim as missing."""
+    missing = [r["missing"] for r in story.reports if r["entry"] == f"block{BLOCK}" and r["round_idx"] == ROUND]
     victims = tuple(story.died_at)
-    if report["missing"] != victims:
-        yield f"round {ROUND} of block {BLOCK} misses {report['missing']} and not {victims}"
+    if missing != [victims]:
+        yield f"reports of round {ROUND} of block {BLOCK} miss {missing} and not {[victims]}"
 
 
 def counts_once(shape: Shape, story: Story) -> Iterator[str]:
     """The victim's update on its last version counts once."""
-    yield from closes_by_the_deadline(shape, story)
     merged = [r["round_idx"] for r in story.reports if r["entry"] == f"block{BLOCK}" and VICTIM in r["accepted"]]
     if merged != list(range(ROUND + 1)):
         yield f"updates of the victim count in rounds {merged}"
@@ -49,7 +48,7 @@ def counts_once(shape: Shape, story: Story) -> Iterator[str]:
 def stands_still(shape: Shape, story: Story) -> Iterator[str]:
     """The block without workers keeps its parameters."""
     last = {digest for who, version, digest in story.rounds if who in (1, 4) and version == ROUND}
-    if last != {story.masters["block1"]}:
+    if last != {story.masters.get("block1")}:
         yield "the block without workers did not keep its parameters"
 
 
@@ -83,6 +82,17 @@ def resumes_soon(shape: Shape, story: Story) -> Iterator[str]:
     listening_at = story.listening_at[-1]
     if listening_at - story.killed_at > LISTEN_S:
         yield f"listening again after {listening_at - story.killed_at:.1f} s"
-    resumed_s = min(r["closed_at"] for r in story.reports if r["closed_at"] > listening_at) - listening_at
+    resumed_s = min(closes_after_restart(story), default=listening_at) - listening_at
     if resumed_s > RESUME_S:
         yield f"the next round closes {resumed_s:.1f} s after that"
+
+
+def resumes(shape: Shape, story: Story) -> Iterator[str]:
+    """Rounds close again after the restart."""
+    if not closes_after_restart(story):
+        yield "no round closes after the restart"
+
+
+def closes_after_restart(story: Story) -> list[float]:
+    """Return when rounds were closed after the coordinator listened again."""
+    return [report["closed_at"] for report in story.reports if report["closed_at"] > story.listening_at[-1]]

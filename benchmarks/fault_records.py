@@ -8,6 +8,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from benchmarks.fault_checks import closes_after_restart
 from benchmarks.fault_plan import Shape
 from benchmarks.fault_scenarios import Expected, Scenario
 from benchmarks.fault_stage import Story
@@ -29,11 +30,11 @@ def record_of(
         story: What happened.
         reference: Digests of the undisturbed run's masters by entry.
         baseline: Median seconds of an undisturbed round by entry; None: those of this run's own.
-        judges_times: Whether the machine is quiet enough for ``max_ratio``.
+        judges_times: Whether the machine is quiet enough for ``max_ratio`` and ``time_check``.
     """
     shape, expected = scenario.shape, scenario.expected
     blocks = [report for report in story.reports if report["entry"] != "interface"]
-    usual_s = baseline or median_round_s(story)
+    usual_s = {**median_round_s(story), **(baseline or {})}
     ratios = [took_s(r) / usual_s[r["entry"]] for r in story.reports if not is_affected(r, story)]
     affected_s = [took_s(report) for report in story.reports if is_affected(report, story)]
     closed = Counter(report["entry"] for report in blocks)
@@ -45,7 +46,7 @@ def record_of(
         "updates_lost": shape.num_rounds * shape.num_workers - sum(_accepted(r, shape) for r in blocks),
         "recovery_s": recovery_s(story),
         "affected_round_s": max(affected_s, default=None),
-        "median_round_s": statistics.median(usual_s.values()),
+        "median_round_s": statistics.median(usual_s.values()) if usual_s else None,
         "worst_other_ratio": max(ratios, default=None),
         "weights_equal": story.masters == reference,
         "expected_equal": expected.equal,
@@ -53,7 +54,8 @@ def record_of(
         "verdicts": dict(verdicts_of(story)),
         "detail": detail_of(story),
     }
-    record["unmet"] = list(_unmet(scenario, story, record, expected.max_ratio if judges_times else None))
+    too_long = _too_long(scenario, story, record["worst_other_ratio"]) if judges_times else ()
+    record["unmet"] = [*_unmet(scenario, story, record), *too_long]
     return record | {"met": not record["unmet"]}
 
 
@@ -116,7 +118,7 @@ def replicas_agree(story: Story) -> bool:
     num_blocks = sum(entry != "interface" for entry in story.masters)
     for worker_id, version, digest in story.rounds:
         seen[worker_id % num_blocks, version].add(digest)
-    last = [story.masters[entry] == digest for _, held in story.done.values() for entry, digest in held.items()]
+    last = [story.masters.get(entry) == digest for _, held in story.done.values() for entry, digest in held.items()]
     return all(len(digests) == 1 for digests in seen.values()) and all(last)
 
 
@@ -132,10 +134,9 @@ def detail_of(story: Story) -> Record:
     """Return what only some scenarios have to tell."""
     detail: Record = {"masters": story.masters, "dead": sorted(story.died_at), "wire_bytes": story.wire_bytes or None}
     if story.killed_at is not None:
-        listening_at = story.listening_at[-1]
-        closes = [report["closed_at"] for report in story.reports if report["closed_at"] > listening_at]
+        listening_at, closes = story.listening_at[-1], closes_after_restart(story)
         detail["listening_again_s"] = listening_at - story.killed_at
-        detail["resumed_s"] = min(closes, default=float("nan")) - listening_at
+        detail["resumed_s"] = min(closes) - listening_at if closes else None
     return {name: value for name, value in detail.items() if value is not None}
 
 
@@ -148,7 +149,7 @@ def _survived(shape: Shape, expected: Expected, story: Story) -> bool:
     return set(range(shape.num_workers)) - expected.dead <= ended and story.died_at.keys() == expected.dead
 
 
-def _unmet(scenario: Scenario, story: Story, record: Record, limit: float | None) -> Iterator[str]:
+def _unmet(scenario: Scenario, story: Story, record: Record) -> Iterator[str]:
     shape, expected = scenario.shape, scenario.expected
     if not record["survived"]:
         yield f"workers {sorted(story.done)} came to the end, {sorted(story.died_at)} died"
@@ -166,15 +167,26 @@ def _unmet(scenario: Scenario, story: Story, record: Record, limit: float | None
     for verdict, count in expected.verdicts.items():
         if given.get(verdict, 0) < count:
             yield f"{given.get(verdict, 0)} updates were {verdict} and not {count}"
-    if limit is not None and record["worst_other_ratio"] > limit:
-        yield f"an undisturbed round lasted {record['worst_other_ratio']:.2f} times the median"
     if expected.check is not None:
         yield from expected.check(shape, story)
 
 
+def _too_long(scenario: Scenario, story: Story, worst_ratio: float | None) -> Iterator[str]:
+    limit, time_check = scenario.expected.max_ratio, scenario.expected.time_check
+    if limit is not None and worst_ratio is None:
+        yield "no round was undisturbed"
+    elif limit is not None and worst_ratio is not None and worst_ratio > limit:
+        yield f"an undisturbed round lasted {worst_ratio:.2f} times the median"
+    if time_check is not None:
+        yield from time_check(scenario.shape, story)
+
+
 def compare(record: Record, others: Sequence[Record], same_as: str | None) -> Record:
     """Return the record with what is unmet if its masters are not those of an earlier scenario's runs."""
-    earlier = [other for other in others if other["name"] == same_as and other["survived"]]
-    if all(other["detail"]["masters"] == record["detail"].get("masters") for other in earlier):
+    if same_as is None:
         return record
-    return record | {"met": False, "unmet": [*record["unmet"], f"the masters are not those of {same_as}"]}
+    earlier = [other["detail"]["masters"] for other in others if other["name"] == same_as and other["survived"]]
+    if earlier and all(masters == record["detail"].get("masters") for masters in earlier):
+        return record
+    said = f"the masters are not those of {same_as}" if earlier else f"not compared: no run of {same_as} survived"
+    return record | {"met": False, "unmet": [*record["unmet"], said]}

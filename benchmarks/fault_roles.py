@@ -1,9 +1,10 @@
 """What the processes of the fault harness do: a worker, a coordinator, and the undisturbed run in a simulator.
 
-Owns the tiny model and the points where a worker can be disturbed. Everything else is the package's own: the workers
-run ``WorkerRun`` over ``HttpTransport``, the coordinator ``coordinator.serve.serving``.
+Owns the tiny model and the points where a worker can be disturbed; a coordinator, but for its founding, is in
+``fault_coordinator``. Everything else is the package's own: the workers run ``WorkerRun`` over ``HttpTransport``, the
+coordinator ``coordinator.serve.serving``.
 
-What a process says (see ``warm_fleet.Heard``):
+What a process sends (see ``warm_fleet.Message``):
 
 ============  ====================================  ==================================================
 who           kind                                  values
@@ -20,15 +21,9 @@ simulator     ``masters``                           digests by entry
 ============  ====================================  ==================================================
 """
 
-import asyncio
-import hashlib
-import logging
 import os
 import signal
 import time
-import warnings
-from collections import Counter, deque
-from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -36,12 +31,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from typing_extensions import override
 
+from benchmarks.fault_coordinator import begin, coordinate, digest
 from benchmarks.fault_plan import SEED, CoordinatorTold, Fault, Point, Shape, WorkerTold
-from benchmarks.warm_fleet import Mouth
-from lightning_blocktrain.coordinator.serve import ServeSettings, serving
+from benchmarks.warm_fleet import ChildPipe
 from lightning_blocktrain.partition import Partition, as_layout
 from lightning_blocktrain.partition import partition as cut
-from lightning_blocktrain.rounds import INTERFACE, OuterSGD, Receipt, RoundReport, RoundRules
+from lightning_blocktrain.rounds import INTERFACE, OuterSGD, Receipt, RoundRules
 from lightning_blocktrain.strategies.simulated_run import RunSettings, SimulatedRun
 from lightning_blocktrain.strategies.worker_run import WorkerRun, masters_of
 from lightning_blocktrain.transport.base import Submission, WorkerFacts
@@ -126,21 +121,6 @@ def learn(module: TinyBlocks, workers: Any, worker: Any, optimizer: torch.optim.
     return batch[1].numel()
 
 
-def digest(tensors: Mapping[str, Tensor]) -> str:
-    """Return a digest that two sets of tensors share when they are the same bit for bit."""
-    content = hashlib.sha256()
-    for name, tensor in sorted(tensors.items()):
-        content.update(f"{name} {tuple(tensor.shape)} {tensor.dtype} ".encode())
-        content.update(tensor.detach().contiguous().numpy().tobytes())
-    return content.hexdigest()[:16]
-
-
-def _begin() -> None:
-    torch.set_num_threads(1)
-    logging.basicConfig(level=logging.ERROR)  # what goes wrong here is wanted, and recorded
-    warnings.simplefilter("ignore")
-
-
 # A worker
 
 
@@ -149,14 +129,14 @@ class DisturbedRun(WorkerRun):
 
     Args:
         told: Which worker, and what.
-        mouth: Tells of it.
+        pipe: To tell of it on.
     """
 
-    def __init__(self, told: WorkerTold, mouth: Mouth, module: TinyBlocks, partition: Partition) -> None:
+    def __init__(self, told: WorkerTold, pipe: ChildPipe, module: TinyBlocks, partition: Partition) -> None:
         settings = settings_of(told.shape, 1)
         block_idx = told.worker_id % told.shape.num_blocks
         super().__init__(module, partition, settings, told.worker_id, block_idx, SEED, assembles=told.worker_id == 0)
-        self._told, self._mouth = told, mouth
+        self._told, self._pipe = told, pipe
 
     @override
     def send_round(self) -> None:
@@ -167,7 +147,7 @@ class DisturbedRun(WorkerRun):
     @override
     def take_round(self) -> None:
         super().take_round()
-        self._mouth.say("round", self.version, self.digests()[self.entry])
+        self._pipe.send("round", self.version, self.digests()[self.entry])
 
     def digests(self) -> dict[str, str]:
         """Return the digests of the worker's replica and of its interface."""
@@ -178,7 +158,7 @@ class DisturbedRun(WorkerRun):
         """Do what was planned for this point of this round."""
         fault = self._told.plan.get((self.version, point))
         if fault == "ask":
-            self._mouth.ask(self.version, point)
+            self._pipe.ask(self.version, point)
         elif fault is not None:
             self._do(fault)
 
@@ -200,37 +180,37 @@ class TellingTransport(HttpTransport):
 
     Args:
         told: Where the coordinator is, and how patient to be.
-        mouth: Tells of it.
+        pipe: To tell of it on.
     """
 
-    def __init__(self, told: WorkerTold, mouth: Mouth) -> None:
+    def __init__(self, told: WorkerTold, pipe: ChildPipe) -> None:
         super().__init__(
             told.url, told.run_id, told.token, reconnect_timeout_s=60.0, stall_timeout_s=told.stall_timeout_s
         )
-        self._mouth = mouth
+        self._pipe = pipe
 
     @override
     def submit(self, entry: str, submission: Submission) -> Receipt:
         receipt = super().submit(entry, submission)
-        self._mouth.say("receipt", entry, submission.base_version, str(receipt.verdict))
+        self._pipe.send("receipt", entry, submission.base_version, str(receipt.verdict))
         return receipt
 
 
-def work(told: WorkerTold, mouth: Mouth) -> None:
+def work(told: WorkerTold, pipe: ChildPipe) -> None:
     """Be a worker: join, train until the run is over, and leave."""
-    _begin()
+    begin()
     _practise(told.shape)
     module, partition = make_module(told.shape)
     optimizer = torch.optim.AdamW(module.parameters(), lr=0.05)
     torch.manual_seed(SEED)
-    with TellingTransport(told, mouth) as line:
+    with TellingTransport(told, pipe) as line:
         welcome = line.join(WorkerFacts(told.worker_id, host=f"worker-{told.worker_id}"))
-        run = DisturbedRun(told, mouth, module, partition)
+        run = DisturbedRun(told, pipe, module, partition)
         run.begin(line, welcome)
-        mouth.say("began", run.version)
+        pipe.send("began", run.version)
         while not run.ended and run.version < told.shape.num_rounds:
             _step(run, module, optimizer, told.step_s)
-        mouth.say("done", run.version, run.digests())
+        pipe.send("done", run.version, run.digests())
         line.leave()
 
 
@@ -253,56 +233,17 @@ def _step(run: DisturbedRun, module: TinyBlocks, optimizer: torch.optim.Optimize
 # The coordinator
 
 
-class ToldReports(deque[RoundReport]):
-    """The reports of a coordinator, each told before anybody learns of the close.
-
-    Args:
-        mouth: Tells of it.
-        kept: What there is already.
-    """
-
-    def __init__(self, mouth: Mouth, kept: Iterable[RoundReport], maxlen: int | None) -> None:
-        super().__init__(maxlen=maxlen)
-        self._mouth = mouth
-        for report in kept:
-            self.append(report)
-
-    @override
-    def append(self, report: RoundReport) -> None:
-        counts = {str(verdict): count for verdict, count in report.counts.items()}
-        self._mouth.say("report", {**vars(report), "counts": counts})
-        super().append(report)
-
-
-def coordinate(told: CoordinatorTold, mouth: Mouth) -> None:
-    """Be the coordinator of a run, or go on as it."""
-    _begin()
-    asyncio.run(_coordinate(told, mouth))
-
-
-async def _coordinate(told: CoordinatorTold, mouth: Mouth) -> None:
-    settings = ServeSettings(
-        told.run_id, told.token, port=told.port, state_dir=told.state_dir, spool_dir=told.spool_dir
-    )
-    founding = (terms_of(told.shape), masters_of(*make_module(told.shape)))
-    async with serving(settings, founding) as server:
-        service = server.desk.service
-        service.reports = ToldReports(mouth, service.reports, service.reports.maxlen)
-        mouth.say("listening", server.url)
-        await server.wait_for_end(0.0)
-        counts: Counter[str] = Counter()
-        for ledger in service.ledgers.values():
-            counts.update(ledger.state_dict()["counts"])
-        mouth.say("masters", {entry: digest(ledger.master) for entry, ledger in service.ledgers.items()}, dict(counts))
-        await server.wait_for_end(settings.linger_s)
+def found(told: CoordinatorTold, pipe: ChildPipe) -> None:
+    """Be the coordinator of a run, and found it unless it is stored."""
+    coordinate(told, pipe, (terms_of(told.shape), masters_of(*make_module(told.shape))))
 
 
 # The undisturbed run
 
 
-def simulate(shape: Shape, mouth: Mouth) -> None:
+def simulate(shape: Shape, pipe: ChildPipe) -> None:
     """Train the run in lockstep in this process, without a network."""
-    _begin()
+    begin()
     module, partition = make_module(shape)
     optimizer = torch.optim.AdamW(module.parameters(), lr=0.05)
     run = SimulatedRun(module, partition, settings_of(shape, shape.replicas), SEED)
@@ -312,4 +253,4 @@ def simulate(shape: Shape, mouth: Mouth) -> None:
         for worker in run.workers:
             run.count_batch(worker, learn(module, run.workers, worker, optimizer, step))
         run.finish_step(last=step + 1 == num_steps)
-    mouth.say("masters", {entry: digest(tensors) for entry, tensors in run.coordinator.masters.items()}, {})
+    pipe.send("masters", {entry: digest(tensors) for entry, tensors in run.coordinator.masters.items()}, {})

@@ -18,6 +18,7 @@ from benchmarks.fault_checks import (
     is_second_life,
     missing_by_name,
     newcomer_counts,
+    resumes,
     resumes_soon,
     stands_still,
 )
@@ -44,6 +45,7 @@ class Expected:
         tolerated: Verdicts that may be given too.
         max_ratio: Longest undisturbed round, in medians of the baseline; None: any. Judged on a quiet machine only.
         check: Yields what else is wrong.
+        time_check: Yields which times are too long. Judged on a quiet machine only.
     """
 
     equal: bool
@@ -54,6 +56,7 @@ class Expected:
     tolerated: frozenset[str] = frozenset()
     max_ratio: float | None = None
     check: Check | None = None
+    time_check: Check | None = None
 
 
 @dataclass(frozen=True)
@@ -67,7 +70,7 @@ class Scenario:
         shape: Of the run.
         is_quick: Whether ``--quick`` runs it.
         baseline: The undisturbed scenario whose rounds say how long one lasts.
-        same_as: The scenario that must end with the same masters, where that was run too.
+        same_as: The scenario that must end with the same masters; it is run first.
     """
 
     name: str
@@ -245,8 +248,13 @@ def two_hosts(stage: Stage) -> None:
 
 
 DEAD = Expected(
-    equal=False, dead=frozenset({VICTIM}), updates_lost=QUICK_TO_DROP.num_rounds - ROUND, check=missing_by_name
+    equal=False,
+    dead=frozenset({VICTIM}),
+    updates_lost=QUICK_TO_DROP.num_rounds - ROUND,
+    check=missing_by_name,
+    time_check=closes_by_the_deadline,
 )
+RESTARTED = Expected(equal=True, check=resumes, time_check=resumes_soon)
 THREE = Shape(replicas=3, step_s=0.25, deadline_s=2.5, silent_after_s=1.5)
 ALL = (
     Scenario("none", undisturbed, Expected(equal=True)),
@@ -260,6 +268,7 @@ ALL = (
             dead=frozenset({VICTIM}),
             updates_lost=QUICK_TO_DROP.num_rounds - ROUND - 1,
             check=counts_once,
+            time_check=closes_by_the_deadline,
         ),
         QUICK_TO_DROP,
     ),
@@ -299,7 +308,7 @@ ALL = (
             equal=False,
             updates_lost=4,
             tolerated=frozenset({"late", "stale"}),
-            check=closes_by_the_deadline,
+            time_check=closes_by_the_deadline,
         ),
         Shape(num_rounds=4, step_s=0.01, deadline_s=1.0),
     ),
@@ -333,11 +342,11 @@ ALL = (
         Expected(equal=False, updates_lost=1, verdicts={"outlier": 1}, check=came_back),
         Shape(outlier_factor=10.0),
     ),
-    Scenario("coordinator_kill_restart", restart_coordinator, Expected(equal=True, check=resumes_soon)),
+    Scenario("coordinator_kill_restart", restart_coordinator, RESTARTED),
     Scenario(
         "coordinator_kill_restart_cold",
         restart_coordinator_cold,
-        Expected(equal=True, check=resumes_soon),
+        RESTARTED,
         is_quick=False,
     ),
     Scenario("wan", wide_area, Expected(equal=True), Shape(num_rounds=4, width=256)),

@@ -1,10 +1,12 @@
 """One run of the fault harness: its processes, its relays, and the story of what they said.
 
-Owns starting, disturbing and hearing them. Owns no opinion about the story (``fault_records.py``). Every wait is for
-something that a process says, and is finite.
+Owns starting and disturbing them and noting what they send. Owns no opinion about the story (``fault_records.py``).
+Every wait is for a message of a process, and is finite.
 """
 
+import importlib.util
 import secrets
+import sys
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping
@@ -16,7 +18,7 @@ from typing import Any, Self
 
 from benchmarks.fault_plan import CoordinatorTold, Plan, Shape, WorkerTold
 from benchmarks.relay import Line, Relay, Tear, address_of
-from benchmarks.warm_fleet import Heard, Mouth, WarmFleet, WarmProcess
+from benchmarks.warm_fleet import ChildPipe, Message, WarmFleet, WarmProcess
 
 LIMIT_S = 60.0
 """Longest wait for anything that a run has to do."""
@@ -142,7 +144,7 @@ class Stage:
 
     def _start_coordinator(self, cold: bool) -> None:
         num_before = len(self.story.listening_at)
-        self._coordinator = self._fleet.start(COORDINATOR, _coordinate, self._told, cold)
+        self._coordinator = self._fleet.start(COORDINATOR, _coordinate_cold if cold else _coordinate, self._told, cold)
         self.wait(lambda: len(self.story.listening_at) > num_before, "the coordinator listens")
 
     # Faults
@@ -188,7 +190,7 @@ class Stage:
         """Start the coordinator again on its port and state.
 
         Args:
-            cold: In a new interpreter, which imports everything first.
+            cold: In a new interpreter, which first imports what the product's coordinator process does.
         """
         self._told = replace(self._told, port=self._address[1])
         self._start_coordinator(cold)
@@ -229,45 +231,45 @@ class Stage:
             left_s = ends_at - time.monotonic()
             if left_s <= 0:
                 raise StageError(f"this did not happen within {LIMIT_S:g} s: {what}")
-            for heard in self._fleet.hear(left_s):
-                self._note(heard)
+            for message in self._fleet.receive(left_s):
+                self._note(message)
 
-    def _note(self, heard: Heard) -> None:
-        if heard.kind == "failed":
-            raise StageError(f"{heard.name} failed:\n{heard.values[0]}")
-        if heard.name == COORDINATOR:
-            self._note_coordinator(heard)
+    def _note(self, message: Message) -> None:
+        if message.kind == "failed":
+            raise StageError(f"{message.name} failed:\n{message.values[0]}")
+        if message.name == COORDINATOR:
+            self._note_coordinator(message)
         else:
-            self._note_worker(int(heard.name.split()[1]), heard)
+            self._note_worker(int(message.name.split()[1]), message)
 
-    def _note_coordinator(self, heard: Heard) -> None:
+    def _note_coordinator(self, message: Message) -> None:
         story = self.story
-        if heard.kind == "listening":
-            self._address = address_of(heard.values[0])
-            story.listening_at.append(heard.at)
-        elif heard.kind == "report":
-            story.reports.append(heard.values[0])
-        elif heard.kind == "masters":
-            story.masters, story.last_counts = heard.values[0], Counter(heard.values[1])
-        elif heard.kind == "ended":
+        if message.kind == "listening":
+            self._address = address_of(message.values[0])
+            story.listening_at.append(message.at)
+        elif message.kind == "report":
+            story.reports.append(message.values[0])
+        elif message.kind == "masters":
+            story.masters, story.last_counts = message.values[0], Counter(message.values[1])
+        elif message.kind == "ended":
             self._coordinator = None
-            if heard.values[0] and story.killed_at is None:
-                raise StageError(f"the coordinator ended with exit code {heard.values[0]}")
+            if message.values[0] and story.killed_at is None:
+                raise StageError(f"the coordinator ended with exit code {message.values[0]}")
 
-    def _note_worker(self, worker_id: int, heard: Heard) -> None:
+    def _note_worker(self, worker_id: int, message: Message) -> None:
         story = self.story
-        if heard.kind == "asks":
+        if message.kind == "asks":
             self._asking.add(worker_id)
-        elif heard.kind == "began":
-            story.began[worker_id].append(heard.values[0])
-        elif heard.kind == "receipt":
-            story.receipts.append((worker_id, *heard.values))
-        elif heard.kind == "round":
-            story.rounds.append((worker_id, *heard.values))
-        elif heard.kind == "done":
-            story.done[worker_id] = (heard.values[0], heard.values[1])
-        elif heard.kind == "ended" and heard.values[0]:
-            story.died_at[worker_id] = heard.at
+        elif message.kind == "began":
+            story.began[worker_id].append(message.values[0])
+        elif message.kind == "receipt":
+            story.receipts.append((worker_id, *message.values))
+        elif message.kind == "round":
+            story.rounds.append((worker_id, *message.values))
+        elif message.kind == "done":
+            story.done[worker_id] = (message.values[0], message.values[1])
+        elif message.kind == "ended" and message.values[0]:
+            story.died_at[worker_id] = message.at
 
 
 def simulated(shape: Shape) -> dict[str, str]:
@@ -280,31 +282,48 @@ def simulated(shape: Shape) -> dict[str, str]:
         fleet.start("simulator", _simulate, shape)
         ends_at = time.monotonic() + LIMIT_S
         while (left_s := ends_at - time.monotonic()) > 0:
-            for heard in fleet.hear(left_s):
-                if heard.kind == "masters":
-                    masters: dict[str, str] = heard.values[0]
+            for message in fleet.receive(left_s):
+                if message.kind == "masters":
+                    masters: dict[str, str] = message.values[0]
                     return masters
-                if heard.kind in ("failed", "ended"):
-                    raise StageError(f"the simulator {heard.kind}: {heard.values[0]}")
+                if message.kind in ("failed", "ended"):
+                    raise StageError(f"the simulator {message.kind}: {message.values[0]}")
     raise StageError(f"the simulator did not end within {LIMIT_S:g} s")
 
 
 # Roles by reference: what they need is imported where they are played, not here
 
 
-def _work(told: WorkerTold, mouth: Mouth) -> None:
+def _work(told: WorkerTold, pipe: ChildPipe) -> None:
     from benchmarks.fault_roles import work
 
-    work(told, mouth)
+    work(told, pipe)
 
 
-def _coordinate(told: CoordinatorTold, mouth: Mouth) -> None:
-    from benchmarks.fault_roles import coordinate
+def _coordinate(told: CoordinatorTold, pipe: ChildPipe) -> None:
+    from benchmarks.fault_roles import found
 
-    coordinate(told, mouth)
+    found(told, pipe)
 
 
-def _simulate(shape: Shape, mouth: Mouth) -> None:
+def _coordinate_cold(told: CoordinatorTold, pipe: ChildPipe) -> None:
+    cold_coordinator()(told, pipe)
+
+
+def cold_coordinator() -> Callable[[CoordinatorTold, ChildPipe], None]:
+    """Import the role of a coordinator whose run is stored, in a process that has not imported the package.
+
+    As ``lightning_blocktrain.coordinator.process`` does, without the package's own ``__init__``.
+    """
+    spec = importlib.util.find_spec("lightning_blocktrain")
+    assert spec is not None and spec.name not in sys.modules
+    sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+    from benchmarks.fault_coordinator import coordinate
+
+    return coordinate
+
+
+def _simulate(shape: Shape, pipe: ChildPipe) -> None:
     from benchmarks.fault_roles import simulate
 
-    simulate(shape, mouth)
+    simulate(shape, pipe)

@@ -16,6 +16,7 @@ import os
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -39,8 +40,8 @@ class Harness:
     """Runs scenarios and remembers what later ones are compared with.
 
     Args:
-        judges_times: Whether a round that lasts too long beside the others is an expectation that is not met, where
-            the machine is quiet enough to tell.
+        judges_times: Whether what lasts too long is an expectation that is not met, where the machine is quiet enough
+            to tell. The times are recorded in any case.
     """
 
     def __init__(self, judges_times: bool = False) -> None:
@@ -50,26 +51,30 @@ class Harness:
         self._baselines: dict[str, dict[str, float]] = {}
 
     def run(self, scenario: Scenario, repeat_idx: int = 0) -> Record:
-        """Run a scenario and return its record.
-
-        Its baseline is run first if that has not been; beside every repeat where times are compared with it.
-        """
-        is_paired = scenario.expected.max_ratio is not None
-        if scenario.baseline != scenario.name and (is_paired or scenario.baseline not in self._baselines):
-            self.run(BY_NAME[scenario.baseline], repeat_idx if is_paired else 0)
+        """Run a scenario and return its record, after what it is compared with. Whatever goes wrong is a record too."""
+        self._run_before(scenario, repeat_idx)
         began_at, load = time.monotonic(), os.getloadavg()[0] / num_cores()
         print(f"{scenario.name} ...", end=" ", file=sys.stderr, flush=True)
         try:
             record = self._record(scenario, self._judges_times and load <= QUIET_LOAD)
             record = compare(record, self.records, scenario.same_as)
-        except StageError as exc:
-            record = failed_record(scenario, str(exc))
+        except Exception as exc:
+            known = isinstance(exc, StageError)
+            record = failed_record(scenario, str(exc) if known else traceback.format_exc(limit=-4))
             self._baselines.setdefault(scenario.name, {})  # not tried again for every scenario
         record |= {"repeat_idx": repeat_idx, "wall_s": time.monotonic() - began_at, "load_per_core": load}
         self.records.append(record)
         outcome = "as expected" if record["met"] else "; ".join(record["unmet"])
         print(f"{outcome} ({record['wall_s']:.1f} s)", file=sys.stderr, flush=True)
         return record
+
+    def _run_before(self, scenario: Scenario, repeat_idx: int) -> None:
+        """Run what a scenario is compared with if it has not been; where times are, beside every repeat."""
+        is_paired = scenario.expected.max_ratio is not None
+        if scenario.baseline != scenario.name and (is_paired or scenario.baseline not in self._baselines):
+            self.run(BY_NAME[scenario.baseline], repeat_idx if is_paired else 0)
+        if scenario.same_as is not None and all(record["name"] != scenario.same_as for record in self.records):
+            self.run(BY_NAME[scenario.same_as])
 
     def _record(self, scenario: Scenario, judges_times: bool) -> Record:
         reference = self._reference(scenario.shape)

@@ -1,7 +1,7 @@
 """Processes that start warm: forked from one that has imported torch and the package already.
 
-Owns starting, hearing and ending them. Owns nothing of what they do: a role is a function of what it is told and of a
-``Mouth`` to speak with. The fork server is Python's own and ends with this process.
+Owns starting and ending them and their messages. Owns nothing of what they do: a role is a function of what it is told
+and of a ``ChildPipe`` to send messages on. The fork server is Python's own and ends with this process.
 """
 
 import multiprocessing
@@ -14,18 +14,18 @@ from contextlib import suppress
 from multiprocessing import connection, forkserver
 from typing import Any, NamedTuple
 
-Role = Callable[[Any, "Mouth"], None]
+Role = Callable[[Any, "ChildPipe"], None]
 
 END_WAIT_S = 10.0
 
 
-class Heard(NamedTuple):
-    """What was heard of a process.
+class Message(NamedTuple):
+    """A message from a process.
 
     Args:
         name: Of the process.
-        kind: What it said; ``failed`` with a traceback when its role raised; ``ended`` with the exit code at its end.
-        values: What it said about that.
+        kind: Of the message; ``failed`` with a traceback when its role raised; ``ended`` with the exit code at its end.
+        values: What it says.
         at: When, seconds on the monotonic clock, which all processes of a machine share.
     """
 
@@ -35,25 +35,25 @@ class Heard(NamedTuple):
     at: float
 
 
-class Mouth:
-    """What a process speaks with; any of its threads may.
+class ChildPipe:
+    """A process's end of the pipe to the one that started it; any of its threads may send.
 
     Args:
-        pipe: To the process that started it.
+        pipe: The connection.
     """
 
     def __init__(self, pipe: "connection.Connection[Any, Any]") -> None:
         self._pipe = pipe
         self._lock = threading.Lock()
 
-    def say(self, kind: str, *values: Any) -> None:
-        """Tell plain values; it is on its way even if this process is killed at once."""
+    def send(self, kind: str, *values: Any) -> None:
+        """Send plain values; they are on their way even if this process is killed at once."""
         with self._lock:
             self._pipe.send((kind, values, time.monotonic()))
 
     def ask(self, *values: Any) -> Any:
-        """Tell, and wait for the answer."""
-        self.say("asks", *values)
+        """Send, and wait for the answer."""
+        self.send("asks", *values)
         return self._pipe.recv()
 
 
@@ -63,46 +63,46 @@ class WarmProcess:
     Args:
         name: Of the process.
         process: Not started yet.
-        ear: Where it is heard.
+        pipe: To it.
     """
 
-    def __init__(self, name: str, process: Any, ear: "connection.Connection[Any, Any]") -> None:
+    def __init__(self, name: str, process: Any, pipe: "connection.Connection[Any, Any]") -> None:
         self.name = name
         self.process = process
-        self.ear: connection.Connection[Any, Any] | None = ear
+        self.pipe: connection.Connection[Any, Any] | None = pipe
 
     def answer(self, value: Any = None) -> None:
         """Answer what it asked."""
-        assert self.ear is not None
-        self.ear.send(value)
+        assert self.pipe is not None
+        self.pipe.send(value)
 
     def kill(self) -> None:
         """Kill it; it cannot refuse."""
         self.process.kill()
 
-    def hear(self) -> Iterator[Heard]:
-        """Yield what it has said and, once it is over, how it ended."""
-        while self.ear is not None:
+    def receive(self) -> Iterator[Message]:
+        """Yield what it has sent and, once it is over, how it ended."""
+        while self.pipe is not None:
             try:
-                if not self.ear.poll():
+                if not self.pipe.poll():
                     return
-                kind, values, at = self.ear.recv()
+                kind, values, at = self.pipe.recv()
             except (EOFError, OSError):
                 self.process.join(END_WAIT_S)
                 self.close()
-                yield Heard(self.name, "ended", (self.process.exitcode,), time.monotonic())
+                yield Message(self.name, "ended", (self.process.exitcode,), time.monotonic())
             else:
-                yield Heard(self.name, kind, values, at)
+                yield Message(self.name, kind, values, at)
 
     def close(self) -> None:
-        """Hear no more of it."""
-        if self.ear is not None:
-            self.ear.close()
-            self.ear = None
+        """Receive no more from it."""
+        if self.pipe is not None:
+            self.pipe.close()
+            self.pipe = None
 
 
 class WarmFleet:
-    """Starts processes and hears them; a context manager that leaves none behind."""
+    """Starts processes and receives their messages; a context manager that leaves none behind."""
 
     def __init__(self) -> None:
         self.processes: list[WarmProcess] = []
@@ -123,19 +123,19 @@ class WarmFleet:
             cold: Start a new interpreter instead, which imports everything itself.
         """
         context = multiprocessing.get_context("spawn" if cold else "forkserver")
-        ear, mouth = context.Pipe()
-        process = context.Process(target=_play, args=(role, told, mouth), name=name, daemon=True)  # type: ignore[attr-defined]
+        ours, its = context.Pipe()
+        process = context.Process(target=_play, args=(role, told, its), name=name, daemon=True)  # type: ignore[attr-defined]
         process.start()
-        mouth.close()  # so that its end is heard
-        started = WarmProcess(name, process, ear)
+        its.close()  # else the pipe would stay open at its end
+        started = WarmProcess(name, process, ours)
         self.processes.append(started)
         return started
 
-    def hear(self, timeout_s: float) -> list[Heard]:
-        """Return what was said, and who has ended, as soon as there is any; empty if there is none in time."""
-        living = [process for process in self.processes if process.ear is not None]
-        ready = connection.wait([process.ear for process in living if process.ear is not None], timeout_s)
-        return [heard for process in living if process.ear in ready for heard in process.hear()]
+    def receive(self, timeout_s: float) -> list[Message]:
+        """Return what was sent, and who has ended, as soon as there is any; empty if there is none in time."""
+        living = [process for process in self.processes if process.pipe is not None]
+        ready = connection.wait([process.pipe for process in living if process.pipe is not None], timeout_s)
+        return [message for process in living if process.pipe in ready for message in process.receive()]
 
     def end(self) -> None:
         """Kill what still runs, and wait for its end; any number of times."""
@@ -157,14 +157,14 @@ def warm_up(modules: Sequence[str]) -> None:
     forkserver.ensure_running()
 
 
-def _play(role: Role, told: Any, pipe: "connection.Connection[Any, Any]") -> None:
+def _play(role: Role, told: Any, connected: "connection.Connection[Any, Any]") -> None:
     _end_with_parent()
-    mouth = Mouth(pipe)
+    pipe = ChildPipe(connected)
     try:
-        role(told, mouth)
+        role(told, pipe)
     except BaseException:
         with suppress(OSError):
-            mouth.say("failed", traceback.format_exc(limit=-4))
+            pipe.send("failed", traceback.format_exc(limit=-4))
         os._exit(1)
 
 

@@ -73,7 +73,7 @@ class PeakMemory:
     def __enter__(self) -> Self:
         """Take the base and start sampling."""
         gc.collect()
-        self.base = self._sample()
+        self.base = self.sample()
         self._thread.start()
         return self
 
@@ -86,9 +86,10 @@ class PeakMemory:
 
     def _run(self) -> None:
         while not self._ended.wait(self._every_s):
-            self._sample()
+            self.sample()
 
-    def _sample(self) -> dict[str, int]:
+    def sample(self) -> dict[str, int]:
+        """Return what this process holds now, and remember the most."""
         info = self._process.memory_full_info()
         now = {"pss": info.pss, "uss": info.uss}
         self.peak = {name: max(value, self.peak.get(name, 0)) for name, value in now.items()}
@@ -139,6 +140,7 @@ def run_arm(arm: str, args: argparse.Namespace) -> None:
             trainer.fit(make_module(arm, args), data)
     finally:  # a worker that rank 0 has started ends inside fit
         found = {"rank": rank, "base": memory.base, "peak": memory.peak, "num_samples": memory.num_samples}
+        found["finished"] = trainer.global_step >= args.steps
         (args.out / f"{arm}-{rank}.json").write_text(json.dumps(found))
 
 
@@ -180,7 +182,12 @@ def _await(processes: list["subprocess.Popen[bytes]"]) -> None:
 
 
 def report_of(found: dict[str, list[dict[str, Any]]], args: argparse.Namespace) -> dict[str, Any]:
-    """Return the measurements held against the target; bytes unless the name says otherwise."""
+    """Return the measurements held against the target; bytes unless the name says otherwise.
+
+    Raises:
+        RuntimeError: If a process has not taken all steps, so that its memory says nothing.
+    """
+    _check_finished(found, args.num_blocks)
     above = {arm: [_above(process) for process in found[arm]] for arm in ARMS}
     module = make_module("workers", args)
     assert isinstance(module, DiffusionBlocks)
@@ -207,6 +214,15 @@ def report_of(found: dict[str, list[dict[str, Any]]], args: argparse.Namespace) 
         "above_base": above,
         "processes": found,
     }
+
+
+def _check_finished(found: dict[str, list[dict[str, Any]]], num_blocks: int) -> None:
+    for arm in ARMS:
+        ranks = sorted(process["rank"] for process in found[arm] if process["finished"])
+        wanted = list(range(num_blocks if arm == "workers" else 1))
+        if ranks != wanted:
+            got = f"arm={arm}, ranks that have={ranks} of {wanted}"
+            raise RuntimeError(explain("every process must take all steps", got, "see its traceback above"))
 
 
 def _above(process: dict[str, Any]) -> dict[str, Any]:

@@ -31,10 +31,17 @@ from typing import Any, TextIO
 from urllib.parse import urlsplit
 
 from lightning_blocktrain.cli_options import at_least_1, block_numbers, command, seconds
-from lightning_blocktrain.coordinator.process import TOKEN
 from lightning_blocktrain.errors import PortInUseError, TransportError, UnauthorisedError, explain
-from lightning_blocktrain.strategies.launcher import DEFAULT_RUN_ID, RUN_ID, URL
-from lightning_blocktrain.transport.address import CAFILE, given_cafile
+from lightning_blocktrain.transport.address import (
+    CAFILE,
+    DEFAULT_RUN_ID,
+    RUN_ID,
+    TOKEN,
+    URL,
+    check_sendable,
+    given_cafile,
+    split_urls,
+)
 
 DEFAULT_LISTEN = "127.0.0.1:29410"
 """Beside the ports 29400 and 29500, where torchrun's processes meet."""
@@ -131,7 +138,11 @@ def _add_doctor(commands: Any) -> None:
 
 def _add_url(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "url", metavar="URL", nargs="?", default=os.environ.get(URL), help=f"of the coordinator (default: {URL})"
+        "url",
+        metavar="URL",
+        nargs="?",
+        default=os.environ.get(URL),
+        help=f"of the coordinator; of several, with commas (default: {URL})",
     )
     parser.add_argument(
         "--cafile",
@@ -176,7 +187,7 @@ def run_coordinator(options: argparse.Namespace) -> int:
     given = os.environ.get(TOKEN, "")
     token = given or secrets.token_urlsafe(32)
     for name, value in (("--run-id", options.run_id), (TOKEN, token)):
-        _refuse_unsendable(name, value)
+        check_sendable(name, value, "choose another")
     goes_on = (options.state / MANIFEST).exists()
     settings = ServeSettings(
         run_id=options.run_id,
@@ -238,12 +249,6 @@ def parse_listen(text: str) -> tuple[str, int]:
         rule = "listen must be HOST:PORT with a port of 0 to 65535"
         raise ValueError(explain(rule, f"listen={text!r:.100}", f"the default is {DEFAULT_LISTEN}"))
     return host.strip("[]") or "127.0.0.1", int(port)
-
-
-def _refuse_unsendable(name: str, text: str) -> None:
-    if not text or not (text.isascii() and text.isprintable()) or " " in text:
-        got = f"{name} of {len(text)} characters"  # one of them is the token, which must not appear in a message
-        raise ValueError(explain(f"{name} must be printable ASCII without spaces", got, "choose another"))
 
 
 def reachable(url: str) -> str:
@@ -358,18 +363,23 @@ def run_doctor(options: argparse.Namespace) -> int:
     from rich.text import Text
 
     from lightning_blocktrain.cli_status import plain
-    from lightning_blocktrain.transport.doctor import Finding, Patient, examine
+    from lightning_blocktrain.transport.doctor import Finding, Target, run_checks
 
-    url = _url(options)
-    run_id = os.environ.get(RUN_ID, DEFAULT_RUN_ID)
-    patient = Patient(url, os.environ.get(TOKEN, ""), run_id, _cafile(options), options.timeout_s)
+    token, run_id, cafile = os.environ.get(TOKEN, ""), os.environ.get(RUN_ID, DEFAULT_RUN_ID), _cafile(options)
+    urls = split_urls(_url(options))
+    targets = [Target(url, token, run_id, cafile, options.timeout_s) for url in urls]
     console, styles = Console(), {"ok": "green", "warn": "yellow", "fail": "red"}
 
     def say(finding: Finding) -> None:
         line = Text.assemble((f"{finding.level:<5}", styles[finding.level]), f"{finding.name:<13}", plain(finding.text))
         console.print(line, soft_wrap=True)
 
-    return int(not examine(patient, say))
+    is_well = True
+    for target in targets:
+        if len(targets) > 1:
+            console.print(plain(target.url), markup=False, highlight=False, soft_wrap=True)
+        is_well = run_checks(target, say) and is_well
+    return int(not is_well)
 
 
 def _target(options: argparse.Namespace) -> tuple[str, str]:

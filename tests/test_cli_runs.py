@@ -393,7 +393,7 @@ def test_fixed_terms_that_do_not_fit_the_model_are_the_founders_to_hear() -> Non
     desk = Desk(RUN, TOKEN, fixed_terms={"num_workers": 1})
     with pytest.raises(ValueError, match="num_workers must be at least num_blocks"):
         desk.found(make_terms(2), make_masters(2), 0.0)
-    assert not desk.is_founded
+    assert desk.status(0.0)["phase"] == "empty"
 
 
 # Whole processes

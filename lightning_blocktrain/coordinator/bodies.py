@@ -20,11 +20,11 @@ from typing import IO, Any, cast
 from aiohttp import web
 
 from lightning_blocktrain.transport.overlap import ahead, take_all
+from lightning_blocktrain.transport.versions import FRAME_TYPE
 from lightning_blocktrain.transport.wire import Outgoing, Receiver
 
 SPOOL_BYTES = 2**20
 MAX_JSON_BYTES = 2**16
-FRAME_TYPE = "application/x-blocktrain-frame"
 
 
 class Refusal(Exception):

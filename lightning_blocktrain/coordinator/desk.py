@@ -4,7 +4,6 @@ Owns the coordinator's service and its storage, and the moment a run begins. Own
 carries the requests calls from one thread at a time, and passes the time.
 """
 
-import hmac
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import IO, Any
@@ -23,6 +22,7 @@ from lightning_blocktrain.errors import (
     explain,
 )
 from lightning_blocktrain.rounds import INTERFACE, Receipt, Roster, Verdict
+from lightning_blocktrain.rounds.roster import same_text
 from lightning_blocktrain.rounds.verdicts import shown
 from lightning_blocktrain.transport.base import Sender, Submission
 from lightning_blocktrain.transport.messages import unpack_submission
@@ -72,11 +72,6 @@ class Desk:
         return self._service
 
     @property
-    def is_founded(self) -> bool:
-        """Whether there are masters."""
-        return self._service is not None
-
-    @property
     def news(self) -> tuple[str, dict[str, int]]:
         """Phase and versions: whoever waits need not look again before this changes."""
         return ("empty", {}) if self._service is None else (self._service.phase, self._service.versions)
@@ -87,8 +82,7 @@ class Desk:
         Raises:
             UnauthorisedError: If it is another one.
         """
-        sent, own = (text.encode("utf-8", "surrogatepass") for text in (token, self._token))
-        if not hmac.compare_digest(sent, own):
+        if not same_text(token, self._token):
             raise UnauthorisedError("The coordinator does not take this token.")
 
     def check_run(self, run_id: str) -> None:
@@ -100,12 +94,11 @@ class Desk:
         if run_id != self.run_id:
             raise WrongRunError(f"This is the coordinator of run {self.run_id!r}; the request is for {shown(run_id)}.")
 
-    def resume(self, now: float, identity: Mapping[str, Any] | None = None) -> bool:
+    def resume(self, now: float) -> bool:
         """Continue the stored run, if there is one.
 
         Args:
             now: Seconds on the caller's clock.
-            identity: What must agree with the stored run, by name.
 
         Raises:
             CheckpointMismatchError: If another run is stored, another part of it, or one with other terms than those
@@ -114,7 +107,7 @@ class Desk:
         """
         if self._storage is None or self._storage.is_empty:
             return False
-        stored = self._storage.load(self.run_id, identity)
+        stored = self._storage.load(self.run_id)
         self._refuse_other_terms(stored.terms)
         self._refuse_other_entries(stored.terms, set(stored.entries))
         masters = {entry: state["master"] for entry, state in stored.entries.items()}

@@ -8,8 +8,7 @@ from aiohttp import web
 
 from lightning_blocktrain.coordinator.bodies import Refusal
 from lightning_blocktrain.transport.base import Sender
-
-WORKER_HEADER = "BlockTrain-Worker"
+from lightning_blocktrain.transport.versions import WORKER_HEADER
 
 
 def sender_in_header(request: web.Request) -> Sender | None:

@@ -10,6 +10,7 @@ Of several coordinators that share a run, the one of the interface assigns ids a
 others know those of their blocks, who join them with what they were given there.
 """
 
+import math
 from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass
@@ -237,7 +238,7 @@ class Membership:
 
     def drop_silent(self, now: float) -> tuple[int, ...]:
         """Take those for gone who gave no sign of life in time, and return them."""
-        dropped = tuple(w for w in self.roster.live if self._silent_at(w, now) <= now)
+        dropped = tuple(w for w in self.roster.live if self._silent_at(w) <= now)
         for worker_id in dropped:
             self.roster.leave(worker_id, self.roster.incarnation_of(worker_id) or 0)
             self._members[worker_id].silent = True
@@ -245,12 +246,12 @@ class Membership:
 
     def next_silence(self) -> float | None:
         """Return when the next worker would be taken for gone, or None."""
-        times = [self._heard_at[w] + self._terms.silence_s for w in self.roster.live if self._members[w].beats]
-        return min(times, default=None)
+        first = min(map(self._silent_at, self.roster.live), default=math.inf)
+        return first if first < math.inf else None
 
-    def _silent_at(self, worker_id: int, now: float) -> float:
+    def _silent_at(self, worker_id: int) -> float:
         if not self._members[worker_id].beats:
-            return float("inf")
+            return math.inf
         return self._heard_at[worker_id] + self._terms.silence_s
 
     def count(self, expected: Sequence[int], accepted: Sequence[int]) -> None:

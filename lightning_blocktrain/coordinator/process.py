@@ -20,7 +20,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-SERVE, TOKEN, PARENT = "BLOCKTRAIN_SERVE", "BLOCKTRAIN_TOKEN", "BLOCKTRAIN_PARENT"
+from lightning_blocktrain.transport.address import TOKEN
+
+SERVE, PARENT = "BLOCKTRAIN_SERVE", "BLOCKTRAIN_PARENT"
 POLL_S = 0.2
 TERM_WAIT_S = 1.5
 """From a request to end to the signal that cannot be refused."""
@@ -37,7 +39,11 @@ coordinator_main()
 
 
 def coordinator_main() -> None:
-    """Be the coordinator that rank 0 has started; ends with the run, on a signal, or with rank 0."""
+    """Be the coordinator that rank 0 has started; ends on a signal, or with rank 0.
+
+    It does not end with the run: rank 0 may validate for any time before it comes for the rest, and who watches this
+    process can take every end that it did not bring about for a fault.
+    """
     from lightning_blocktrain.coordinator.serve import ServeSettings, serve
 
     told: dict[str, Any] = json.loads(os.environ.pop(SERVE))
@@ -49,7 +55,8 @@ def coordinator_main() -> None:
         token=os.environ.pop(TOKEN),
         port=told["port"],
         state_dir=Path(told["state"]),
-        **told["serves"],
+        linger_s=None,
+        **told["settings"],
     )
     logging.basicConfig(level=logging.WARNING, format="coordinator: %(message)s")
     code = serve(settings, on_listening=_note_url(folder))

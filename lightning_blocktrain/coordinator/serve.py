@@ -47,7 +47,8 @@ class ServeSettings:
         certfile: PEM certificate chain; with it the server speaks HTTPS.
         keyfile: PEM key of the certificate; None: in ``certfile``.
         spool_dir: Where long messages wait; None: ``state_dir``, else the system's temporary folder.
-        linger_s: How long workers have after the end of the run to fetch what is left and leave.
+        linger_s: How long workers have after the end of the run to fetch what is left and leave; None: until a signal
+            comes, whoever is left.
         limits: What the server takes.
         num_workers: Workers that the first round waits for; None: as the founder of the run says.
         max_rounds: Rounds after which the run ends; None: as the founder of the run says.
@@ -64,7 +65,7 @@ class ServeSettings:
     certfile: Path | None = None
     keyfile: Path | None = None
     spool_dir: Path | None = None
-    linger_s: float = 30.0
+    linger_s: float | None = 30.0
     limits: ServerLimits = field(default_factory=ServerLimits)
     num_workers: int | None = None
     max_rounds: int | None = None
@@ -109,14 +110,12 @@ def _check_blocks(blocks: tuple[int, ...], interface: bool) -> None:
 async def serving(
     settings: ServeSettings,
     founding: tuple[RunTerms, Mapping[str, Mapping[str, Tensor]]] | None = None,
-    identity: Mapping[str, Any] | None = None,
 ) -> AsyncIterator[CoordinatorServer]:
     """Serve inside the block.
 
     Args:
         settings: How.
         founding: Terms and first masters, if the run is not stored; None: the first worker brings them.
-        identity: What must agree with a stored run, by name.
 
     Raises:
         PortInUseError: If the address is taken.
@@ -129,9 +128,9 @@ async def serving(
         )
     tls = tls_context(settings)  # first: a wrong certificate opens nothing
     storage = None if settings.state_dir is None else Storage(settings.state_dir, settings.kept_versions)
-    desk = Desk(settings.run_id, settings.token, storage, settings.fixed_terms, settings.serves)
     try:
-        if not desk.resume(time.monotonic(), identity) and founding is not None:
+        desk = Desk(settings.run_id, settings.token, storage, settings.fixed_terms, settings.serves)
+        if not desk.resume(time.monotonic()) and founding is not None:
             desk.found(*founding, time.monotonic())
         server = CoordinatorServer(
             desk,
@@ -143,7 +142,8 @@ async def serving(
         )
         await server.start()
     except BaseException:
-        desk.close()
+        if storage is not None:
+            storage.close()
         raise
     try:
         yield server
@@ -165,18 +165,11 @@ def tls_context(settings: ServeSettings) -> ssl.SSLContext | None:
     return context
 
 
-def serve(
-    settings: ServeSettings,
-    founding: tuple[RunTerms, Mapping[str, Mapping[str, Tensor]]] | None = None,
-    identity: Mapping[str, Any] | None = None,
-    on_listening: Callable[[str], None] | None = None,
-) -> int:
-    """Serve until the run has ended, or SIGINT or SIGTERM comes. Call it in the main thread of its process.
+def serve(settings: ServeSettings, on_listening: Callable[[str], None] | None = None) -> int:
+    """Serve until the run has ended and ``linger_s`` is over, or SIGINT or SIGTERM comes; in the main thread only.
 
     Args:
         settings: How.
-        founding: As ``serving`` takes it.
-        identity: As ``serving`` takes it.
         on_listening: Called with the URL as soon as requests are answered.
 
     Returns:
@@ -186,7 +179,7 @@ def serve(
         PortInUseError: And the others of ``serving``.
     """
     settle_process()
-    return asyncio.run(_serve(settings, founding, identity, on_listening))
+    return asyncio.run(_serve(settings, on_listening))
 
 
 def settle_process() -> None:
@@ -199,21 +192,18 @@ def settle_process() -> None:
     keep_heap(KEPT_HEAP_BYTES)
 
 
-async def _serve(
-    settings: ServeSettings,
-    founding: tuple[RunTerms, Mapping[str, Mapping[str, Tensor]]] | None,
-    identity: Mapping[str, Any] | None,
-    on_listening: Callable[[str], None] | None,
-) -> int:
+async def _serve(settings: ServeSettings, on_listening: Callable[[str], None] | None) -> int:
     signalled = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, signalled.set)
-    async with serving(settings, founding, identity) as server:
+    async with serving(settings) as server:
         log.info("run %s: listening on %s", settings.run_id, server.url)
         if on_listening is not None:
             on_listening(server.url)
-        waits = [asyncio.create_task(server.wait_for_end(settings.linger_s)), asyncio.create_task(signalled.wait())]
+        waits: list[asyncio.Task[Any]] = [asyncio.create_task(signalled.wait())]
+        if settings.linger_s is not None:
+            waits.append(asyncio.create_task(server.wait_for_end(settings.linger_s)))
         done, left = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
         for task in left:
             task.cancel()

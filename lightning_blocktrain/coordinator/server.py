@@ -67,7 +67,7 @@ from lightning_blocktrain.transport.messages import (
     unpack_submission,
     welcome_json,
 )
-from lightning_blocktrain.transport.versions import PROTOCOL, package_version
+from lightning_blocktrain.transport.versions import PROTOCOL, RUN_HEADER, package_version
 from lightning_blocktrain.transport.wire import Outgoing, read_frame
 
 log = logging.getLogger(__name__)
@@ -78,8 +78,9 @@ READ_BYTES = 2**18
 MAX_WAIT_S = 30.0
 """Longest wait for a newer version in one request."""
 MIN_PAUSE_S, MAX_PAUSE_S = 0.001, 1.0
+MAX_FOUND_BYTES = 2**36
+"""Longest message with first masters that is taken."""
 PAGE = "/"
-RUN_HEADER = "BlockTrain-Run"
 STATUS_OF_CODE = {"unauthorised": 401, "refused": 400, "ended": 410, "failed": 410}
 """All other codes are conflicts, 409."""
 CODE_OF_ERROR = {error: code for code, error in ERROR_CODES.items()}
@@ -90,12 +91,10 @@ class ServerLimits:
     """What a server takes.
 
     Args:
-        max_found_bytes: Longest message with first masters.
         stall_timeout_s: A transfer that makes no progress for so long is given up.
         failed_tokens: Wrong tokens per address and minute that are answered.
     """
 
-    max_found_bytes: int = 2**36
     stall_timeout_s: float = 60.0
     failed_tokens: int = 10
 
@@ -311,7 +310,7 @@ class CoordinatorServer:
             raise Refusal(400, "malformed", "A body must not be compressed.")
 
     async def _found(self, request: web.Request) -> web.StreamResponse:
-        with await self._bodies.receive(request, self.limits.max_found_bytes) as spool:
+        with await self._bodies.receive(request, MAX_FOUND_BYTES) as spool:
 
             def ask(now: float) -> bool | None:
                 terms, masters = unpack_masters(read_frame(content_of(spool)))
@@ -356,7 +355,7 @@ class CoordinatorServer:
     def _newer(self, entry: str, newer_than: int, sender: Sender | None, now: float) -> Outgoing | None:
         service = self.desk.service
         found = service.fetch(entry, newer_than, now, sender)
-        return None if found is None else pack_fetched(*found, service.closes_in_s(entry, now))
+        return None if found is None else pack_fetched(*found, service.closes_in_s(sender, now))
 
     async def _beat(self, request: web.Request) -> web.StreamResponse:
         sender = sender_in(await self._bodies.receive_json(request))

@@ -10,7 +10,7 @@ phase       begins                                    answers
 waiting     with the service                          everything; no round is open, updates may come
 running     when those required have joined           everything
 finished    when ``max_rounds`` are closed            ``fetch`` of what there is, verdicts (late, stale); no join
-stopped     by ``stop``                               ``fetch``, ``status``, ``leave``; else ``RunEndedError``
+stopped     by ``stop``                               as finished, but no verdicts: ``RunEndedError``
 failed      ``join_timeout_s`` over; a block without  ``status`` and ``leave``; else ``RunFailedError``
             a worker and ``on_missing_block="fail"``
 ==========  ========================================  ==========================================================
@@ -106,7 +106,7 @@ class CoordinatorService:
         self.terms = terms
         self.roster = Roster(run_id, token)
         self.membership = Membership(self.roster, terms, serves)
-        store = None if keeper is None else keeper.store
+        store = None if keeper is None else lambda entry, state: self._unstored.append((entry, state))
         self.ledgers = {
             entry: Ledger(entry, masters[entry], terms.rules, terms.outer, self.roster, store)
             for entry in terms.entries(True)
@@ -117,6 +117,7 @@ class CoordinatorService:
         self.counts: Counter[tuple[str, Verdict]] = Counter()
         self.accepted_tokens: Counter[str] = Counter()
         self._keeper = keeper
+        self._unstored: deque[tuple[str, dict[str, Any]]] = deque()
         self._token = token
         self._phase = Phase.WAITING
         self._reason = ""
@@ -166,7 +167,6 @@ class CoordinatorService:
             block_idx=member.block_idx,
             num_workers=self.membership.num_workers,
             versions=self.versions,
-            has_interface=INTERFACE in self.ledgers,
             terms=self.terms,
         )
 
@@ -188,10 +188,16 @@ class CoordinatorService:
         self._refuse_ended()
         return None
 
-    def closes_in_s(self, entry: str, now: float) -> float | None:
-        """Return the seconds to the deadline of an entry's open round, or None if none is open."""
-        deadline = self.ledger_of(entry).deadline
-        return None if deadline is None else max(0.0, deadline - now)
+    def closes_in_s(self, sender: Sender | None, now: float) -> float | None:
+        """Return the seconds to the deadline of the round that a worker is in, or how long its next one may last.
+
+        None for whoever is no member, and for a block that another coordinator serves.
+        """
+        block_idx = None if sender is None else self.membership.block_of(sender.worker_id)
+        ledger = None if block_idx is None else self.ledgers.get(block_entry(block_idx))
+        if ledger is None:
+            return None
+        return ledger.limit_s if ledger.deadline is None else max(0.0, ledger.deadline - now)
 
     def submit(self, entry: str, sender: Sender, submission: Submission, now: float) -> Receipt:
         """Judge an update, close the round if it was the last one, and return the receipt.
@@ -258,17 +264,18 @@ class CoordinatorService:
         return receipt
 
     def beat(self, sender: Sender, now: float) -> None:
-        """Note a sign of life.
+        """Note a sign of life, also when the run is over: who computes then may still come for what is left of it.
 
         Raises:
             NotJoinedError: If the worker never joined, or has left.
             SupersededError: If a newer incarnation has joined.
-            RunEndedError: If the run is over.
+            RunFailedError: If the run was given up.
         """
         self.membership.check(sender)
         self.membership.heard(sender, now)
         self.advance(now)
-        self._refuse_ended()
+        if self._phase is Phase.FAILED:
+            self._refuse_ended()
 
     def leave(self, sender: Sender, now: float) -> bool:
         """See ``Transport.leave``; returns whether the worker was live."""
@@ -295,7 +302,11 @@ class CoordinatorService:
         self._save()
 
     def advance(self, now: float) -> None:
-        """Do what the time demands: drop the silent, start, close and open rounds, end the run."""
+        """Do what the time demands: drop the silent, start, close and open rounds, end the run.
+
+        Where what this changed could not be kept, the run stands still until it can: the next call tries that first.
+        """
+        self._save()
         for worker_id in self.membership.drop_silent(now):
             log.warning("worker %d is silent: no round waits for it until it is heard of again", worker_id)
         if self._phase is Phase.WAITING:
@@ -310,8 +321,8 @@ class CoordinatorService:
         self._save()
 
     def next_event(self) -> float | None:
-        """Return when ``advance`` has something to do at the latest, or None if only a request can bring that."""
-        if self.ended:
+        """Return when ``advance`` has something to do at the latest, or None if the time alone does not tell."""
+        if self.ended or self._unsaved:  # what could not be kept may be at any time
             return None
         start = self._waits_until if self._phase is Phase.WAITING else None
         times = (start, self.schedule.next_due(), self.membership.next_silence())
@@ -378,6 +389,9 @@ class CoordinatorService:
 
     def _save(self) -> None:
         if self._keeper is not None and self._unsaved:
+            while self._unstored:
+                self._keeper.store(*self._unstored[0])
+                self._unstored.popleft()  # after: what could not be stored is tried again
             self._keeper.store_run(self.run_state())
         self._unsaved = False
 

@@ -14,9 +14,9 @@ A write goes to a temporary file, is synced, and takes its name at once. An entr
 manifest points to it afterwards, so an interruption at any point leaves the previous state. What no manifest points to
 is removed when the folder is opened; of the entries' files the newest ``kept_versions`` stay.
 
-Covered: a killed process, a lost machine, two processes on one folder, damaged files (refused by their SHA-256). Not
-covered: accepted updates of the open round after a power failure (they are not synced: that round goes on without
-them), and file systems without rename or locks.
+Covered: a killed process, a lost machine, a full disk (the run stands still until there is room), two processes on one
+folder, damaged files (refused by their SHA-256). Not covered: accepted updates of the open round after a power failure
+(they are not synced: that round goes on without them), and file systems without rename or locks.
 """
 
 import fcntl
@@ -128,21 +128,19 @@ class Storage:
                 self._remove_leftovers(entry)
             self._written = {}
 
-    def load(self, run_id: str, identity: Mapping[str, Any] | None = None) -> StoredRun:
+    def load(self, run_id: str) -> StoredRun:
         """Return the stored run.
 
         Args:
             run_id: Must be its own.
-            identity: Must agree with the stored one, name by name.
 
         Raises:
-            CheckpointMismatchError: If it is another run or another model; names what differs.
+            CheckpointMismatchError: If it is another run; names both.
             StateError: If a file is missing or damaged.
         """
         manifest = self._manifest
         terms = RunTerms.from_json(manifest["terms"])
-        stored = {**terms.full_identity, "run_id": manifest["run_id"]}
-        differing = identity_differences({**(identity or {}), "run_id": run_id}, stored)
+        differing = identity_differences({"run_id": run_id}, {"run_id": manifest["run_id"]})
         if differing:
             rule = f"{self.folder} must hold this run (here: asked for, there: stored)"
             raise CheckpointMismatchError(explain(rule, "; ".join(differing), "choose its folder, or an empty one"))

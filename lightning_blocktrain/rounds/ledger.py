@@ -252,7 +252,7 @@ class Ledger:
         params = clip_params(params, base, norm, self.rules.clip_norm)
         staleness = self._version - update.base_version
         if staleness:
-            params = rebase(params, base, self._master, stale_weight(staleness))
+            params = rebase(params, base, self._master)
         key = update.worker_id, update.base_version
         self._accepted[key] = Replica(*key, update.num_steps, update.num_tokens, norm, params)
         weight = f", weighing {stale_weight(staleness):.3g}" if staleness else ""
@@ -289,11 +289,13 @@ class Ledger:
         return report
 
     def _merge(self, replicas: list[Replica]) -> tuple[float, str]:
-        needed = self.rules.needed_replicas
-        if len(replicas) < needed:
-            return 0.0, f"nothing merged: {len(replicas)} accepted, {needed} needed"
+        needed, num_workers = self.rules.needed_replicas, len({replica.worker_id for replica in replicas})
+        if num_workers < needed:
+            return 0.0, f"nothing merged: {num_workers} accepted, {needed} needed"
         num_tokens = [replica.num_tokens for replica in replicas]
-        merged = merge_replicas([replica.params for replica in replicas], num_tokens, self._master, self.rules)
+        staleness = [self._version - replica.base_version for replica in replicas]
+        params = [replica.params for replica in replicas]
+        merged = merge_replicas(params, num_tokens, self._master, self.rules, staleness)
         master, buffers = self.outer.step(self._master, merged, self._buffers)
         # Finite replicas can still overflow in their sum or in the momentum.
         if not (all_finite(master) and all_finite(buffers)):

@@ -25,6 +25,8 @@ NORM_PIECE = 2**16
 """Values whose difference is held at once when a norm is taken."""
 MIN_TRIMMED_REPLICAS = 3
 """With two replicas, trimming one at each end leaves nothing."""
+WEIGHT_UNIT = 1024
+"""Weights of stale updates are rounded to whole parts of so many: sums of whole weights are exact."""
 MAX_STALENESS = 16
 """Most masters of closed rounds that an entry keeps."""
 DEADLINE_SLACK = 1.25
@@ -46,13 +48,14 @@ class RoundRules:
         outlier_factor: A delta longer than this many times the median of the last accepted norms is refused, above
             1; None refuses none.
         late: What becomes of an update whose round has closed: ``drop`` refuses it, ``stale_weighted`` moves its delta
-            onto the present master, scaled by ``stale_weight``, and counts it in the round that is open.
+            onto the present master and counts it in the round that is open, with the weight ``stale_weight``.
         max_staleness: Most rounds that ``stale_weighted`` looks back, 1 or more; so many masters are kept.
         deadline_quantile: In (0, 1]: a round lasts ``DEADLINE_SLACK`` times this quantile of the last arrivals, at most
             ``deadline_s``; None: always ``deadline_s``.
 
     Raises:
-        ValueError: If a value is out of range, or ``trimmed_mean`` meets ``weighting="tokens"``.
+        ValueError: If a value is out of range, or ``trimmed_mean`` meets ``weighting="tokens"`` or
+            ``late="stale_weighted"``.
     """
 
     deadline_s: float
@@ -73,7 +76,7 @@ class RoundRules:
             raise ValueError(explain("min_replicas must be an int of at least 1", got, "choose 1 or more"))
         _check_choice("weighting", self.weighting, get_args(Weighting))
         _check_choice("merge", self.merge, get_args(MergeRule))
-        if not 0.0 < self.trim_frac < 0.5:
+        if not (_is_number(self.trim_frac) and 0.0 < self.trim_frac < 0.5):
             got = f"trim_frac={self.trim_frac}"
             raise ValueError(explain("trim_frac must be between 0 and 0.5, both excluded", got, "choose 0.1"))
         if self.clip_norm is not None:
@@ -84,12 +87,18 @@ class RoundRules:
         if type(self.max_staleness) is not int or not 1 <= self.max_staleness <= MAX_STALENESS:
             got = f"max_staleness={self.max_staleness}"
             raise ValueError(explain(f"max_staleness must be an int from 1 to {MAX_STALENESS}", got, "choose 2"))
-        if self.deadline_quantile is not None and not 0.0 < self.deadline_quantile <= 1.0:
-            got = f"deadline_quantile={self.deadline_quantile}"
+        quantile = self.deadline_quantile
+        if quantile is not None and not (_is_number(quantile) and 0.0 < quantile <= 1.0):
+            got = f"deadline_quantile={quantile!r}"
             raise ValueError(explain("deadline_quantile must be above 0 and at most 1", got, "choose 0.9, or None"))
         if self.merge == "trimmed_mean" and self.weighting == "tokens":
             rule = "weighting must be 'uniform' with merge='trimmed_mean', since a claimed count would buy influence"
             raise ValueError(explain(rule, "weighting='tokens'", "choose weighting='uniform' or merge='mean'"))
+        if self.merge == "trimmed_mean" and self.late == "stale_weighted":
+            rule = (
+                "late must be 'drop' with merge='trimmed_mean', since one worker would count several times in a round"
+            )
+            raise ValueError(explain(rule, "late='stale_weighted'", "choose late='drop' or merge='mean'"))
 
     @property
     def needed_replicas(self) -> int:
@@ -237,16 +246,16 @@ def clip_params(params: Params, master: Params, norm: float, clip_norm: float | 
 
 
 def stale_weight(staleness: int) -> float:
-    """Return what a delta of a base ``staleness`` rounds old is scaled by, ``(1 + staleness) ** -0.5``.
+    """Return the weight of an update of a base ``staleness`` rounds old, ``(1 + staleness) ** -0.5``; fresh: 1.
 
     Source:
-        Nguyen et al. 2022, "Federated Learning with Buffered Asynchronous Aggregation", section 3; as there the scaled
-        delta then counts as one among those of the round, so that a round of stale work alone makes a shorter step.
+        Nguyen et al. 2022, "Federated Learning with Buffered Asynchronous Aggregation", section 3. There the sum of the
+        scaled deltas is divided by their number; here by the sum of the weights, so that steps do not get shorter.
     """
     return float((1 + staleness) ** -0.5)
 
 
-def rebase(params: Params, base: Params, master: Params, scale: float) -> Params:
+def rebase(params: Params, base: Params, master: Params, scale: float = 1.0) -> Params:
     """Return ``master + scale * (params - base)``; tensors that are not floating stay as they are."""
     moved = {name: master[name] + (params[name] - base[name]) * scale for name in floating_names(params)}
     return {**params, **moved}
@@ -332,27 +341,41 @@ def _trim(tensors: Sequence[Tensor], num_trimmed: int) -> Tensor:
     return _combine(kept, [1] * len(kept))
 
 
-def merge_replicas(replicas: Sequence[Params], num_tokens: Sequence[int], master: Params, rules: RoundRules) -> Params:
+def merge_replicas(
+    replicas: Sequence[Params],
+    num_tokens: Sequence[int],
+    master: Params,
+    rules: RoundRules,
+    staleness: Sequence[int] | None = None,
+) -> Params:
     """Merge replicas by the rules.
 
     Args:
         replicas: In ascending order of worker id, already clipped.
         num_tokens: Tokens of each.
-        master: What they started from.
+        master: What they started from, or were moved onto.
         rules: Says how.
+        staleness: Age of each one's base in rounds; None: all are fresh.
 
     Returns:
         The merged tensors; they may be those of a replica or of the master, so nobody writes to them.
     """
     if rules.merge == "trimmed_mean":
         return trimmed_mean(replicas, rules.trim_frac)
-    weights = num_tokens if rules.weighting == "tokens" else [1] * len(replicas)
+    weights = list(num_tokens) if rules.weighting == "tokens" else [1] * len(replicas)
+    if staleness is not None:
+        ages = zip(weights, staleness, strict=True)
+        weights = [weight * round(WEIGHT_UNIT * stale_weight(age)) for weight, age in ages]
     return weighted_mean(replicas, weights, master)
 
 
 def _check_above(name: str, value: float, bound: float, fix: str) -> None:
-    if not (math.isfinite(value) and value > bound):
-        raise ValueError(explain(f"{name} must be finite and above {bound:g}", f"{name}={value}", fix))
+    if not (_is_number(value) and math.isfinite(value) and value > bound):
+        raise ValueError(explain(f"{name} must be finite and above {bound:g}", f"{name}={value!r}", fix))
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:

@@ -37,8 +37,8 @@ class Roster:
         """Tell whether both are this run's, in a time that does not depend on where they differ."""
         if not isinstance(run_id, str) or not isinstance(token, str):
             return False
-        same_run = _same_text(run_id, self.run_id)
-        same_token = _same_text(token, self._token)
+        same_run = same_text(run_id, self.run_id)
+        same_token = same_text(token, self._token)
         return same_run and same_token
 
     def join(self, worker_id: int, incarnation: int) -> bool:
@@ -105,6 +105,7 @@ class Roster:
         self._live = set(state["live"])
 
 
-def _same_text(left: str, right: str) -> bool:
+def same_text(left: str, right: str) -> bool:
+    """Compare in a time that does not depend on where they differ."""
     # Lone surrogates cannot be encoded strictly; a request must not be able to raise here.
     return hmac.compare_digest(left.encode("utf-8", "surrogatepass"), right.encode("utf-8", "surrogatepass"))

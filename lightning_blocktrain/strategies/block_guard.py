@@ -1,6 +1,7 @@
 """What ``blocktrain`` refuses: unsupported Trainers and modules, and losses that reach beyond their block."""
 
-from collections.abc import Iterator, Mapping
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -129,6 +130,13 @@ def refuse_scaled_accumulation(precision: Precision, accumulate_grad_batches: in
         rule = "blocktrain cannot accumulate gradients under a gradient scaler, which all workers share"
         got = f"accumulate_grad_batches={accumulate_grad_batches} with precision {precision.precision}"
         raise MisconfigurationException(explain(rule, got, "use precision='bf16-mixed'"))
+
+
+def warn_of_other_terms(differing: Sequence[str]) -> None:
+    """Tell whoever joins a run which of its own settings do not count: the run's are its first worker's."""
+    if differing:
+        # Not rank_zero_warn: it is silent in every process that joins.
+        warnings.warn(f"This run has terms of its own, which hold here too: {'; '.join(differing)}.", stacklevel=2)
 
 
 def warn_of_stale_validation(trainer: L.Trainer, sync_every: int) -> None:

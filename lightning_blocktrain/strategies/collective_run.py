@@ -120,7 +120,7 @@ class CollectiveLine(Transport):
         self._board.put(f"joined/{self._rank}", {"host": facts.host})
         block_idx, entries = self._rank % terms.num_blocks, terms.entries(INTERFACE in self._layout)
         versions = dict.fromkeys(entries, 0)
-        return Welcome(RUN_ID, self._rank, 0, block_idx, self._num_ranks, versions, INTERFACE in versions, terms)
+        return Welcome(RUN_ID, self._rank, 0, block_idx, self._num_ranks, versions, terms)
 
     def _waiting_for(self) -> list[int]:
         missing = [rank for rank in range(self._num_ranks) if not self._board.has(f"joined/{rank}")]

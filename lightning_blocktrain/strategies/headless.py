@@ -150,7 +150,8 @@ class MemberLauncher(_Launcher):
         if child is not None and "ckpt_path" in child.more:
             args, kwargs = _from_checkpoint(child.more["ckpt_path"], function, *args, **kwargs)
         elif self.member.job is not None:
-            path = self.member.job.agreed_checkpoint(partial(_chosen_checkpoint, trainer, function, *args, **kwargs))
+            choose = partial(_chosen_checkpoint, trainer, function, *args, **kwargs)
+            path = self.member.job.agreed_checkpoint(trainer, choose)
             args, kwargs = _from_checkpoint(path, function, *args, **kwargs)
         try:
             with nullcontext() if self._place.num_workers is not None else without_validation(trainer):

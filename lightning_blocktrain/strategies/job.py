@@ -6,6 +6,7 @@ Owns how the ranks find the coordinator that rank 0 starts, or the line that the
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import lightning as L
@@ -57,18 +58,14 @@ class Job:
 
     def gather(self, trainer: L.Trainer) -> None:
         """Wait, before ``setup``, until every rank is there; what ``prepare_data`` makes is there too."""
+        self._board.meet("setup", partial(_give_way, trainer))
 
-        def look_up() -> None:
-            if trainer.received_sigterm:
-                raise SIGTERMException
-
-        self._board.meet("setup", look_up)
-
-    def agreed_checkpoint(self, choose: Callable[[], str | None]) -> str | None:
+    def agreed_checkpoint(self, trainer: L.Trainer, choose: Callable[[], str | None]) -> str | None:
         """Return the checkpoint that all ranks resume from; rank 0 chooses: ``last`` may be another one elsewhere."""
         if self.place.rank == 0:
             self._board.put("checkpoint", {"path": choose()})
-        path: str | None = self._board.get("checkpoint", self._board.join_timeout_s, lambda: None)["path"]
+        look_up = partial(_give_way, trainer)
+        path: str | None = self._board.get("checkpoint", self._board.join_timeout_s, look_up)["path"]
         return path
 
     def tell(self, address: Address, more: Mapping[str, Any]) -> None:
@@ -119,3 +116,8 @@ class Job:
         """
         noted: list[dict[str, Any]] = self._board.get("results", GROUP_TIMEOUT_S, look_up)["noted"]
         return noted
+
+
+def _give_way(trainer: L.Trainer) -> None:
+    if trainer.received_sigterm:
+        raise SIGTERMException

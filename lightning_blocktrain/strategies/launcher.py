@@ -33,17 +33,15 @@ from typing import Any
 
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
-from lightning_blocktrain.coordinator.process import CODE, PARENT, POLL_S, SERVE, TERM_WAIT_S, TOKEN, end_with_parent
+from lightning_blocktrain.coordinator.process import CODE, PARENT, POLL_S, SERVE, TERM_WAIT_S, end_with_parent
 from lightning_blocktrain.errors import CoordinatorUnreachableError, WorkerDiedError, explain
-from lightning_blocktrain.strategies.cluster import GROUP_TIMEOUT_S, ClusterPlace
+from lightning_blocktrain.strategies.cluster import ClusterPlace
 from lightning_blocktrain.strategies.state_files import state_folder, worker_folder
-from lightning_blocktrain.transport.address import given_cafile
+from lightning_blocktrain.transport.address import DEFAULT_RUN_ID, RUN_ID, TOKEN, URL, given_cafile
 
 log = logging.getLogger(__name__)
 
-URL, RUN_ID = "BLOCKTRAIN_COORDINATOR", "BLOCKTRAIN_RUN_ID"
 RANK, FIT_IDX, MORE = "BLOCKTRAIN_RANK", "BLOCKTRAIN_FIT_IDX", "BLOCKTRAIN_MORE"
-DEFAULT_RUN_ID = "blocktrain"
 
 MAX_RESTARTS = 3
 START_TIMEOUT_S = 60.0
@@ -159,8 +157,7 @@ class Fleet:
             kept_versions: Versions of each entry that it keeps in its state folder.
             prepare: Writes into that folder, given also run id and token, the state with which it begins; None: it
                 waits to be founded.
-            place: In a job: it listens where the job's other nodes reach it, and lingers until its ranks have left;
-                None: on the loopback address.
+            place: In a job: it listens where the job's other nodes reach it; None: on the loopback address.
 
         Raises:
             CoordinatorUnreachableError: If it does not listen in time.
@@ -168,9 +165,9 @@ class Fleet:
         self._folder = Path(tempfile.mkdtemp(prefix="blocktrain-"))
         worker_folder(self._folder).mkdir()
         self._run_id, self._token = secrets.token_hex(8), secrets.token_urlsafe(32)
-        self._serves: dict[str, Any] = {"kept_versions": kept_versions}
+        self._settings: dict[str, Any] = {"kept_versions": kept_versions}
         if place is not None:
-            self._serves |= {"host": place.coordinator_host, "linger_s": GROUP_TIMEOUT_S}
+            self._settings["host"] = place.coordinator_host
         if prepare is not None:
             prepare(state_folder(self._folder), self._run_id, self._token)
         self._coordinator = self._spawn_coordinator(port=0)
@@ -182,7 +179,7 @@ class Fleet:
 
     def _spawn_coordinator(self, port: int) -> "subprocess.Popen[bytes]":
         folders = {"folder": str(self.folder), "state": str(state_folder(self.folder))}
-        told = {"run_id": self._run_id, "port": port, **folders, "serves": self._serves}
+        told = {"run_id": self._run_id, "port": port, **folders, "settings": self._settings}
         environment = {SERVE: json.dumps(told), TOKEN: self._token, "OMP_NUM_THREADS": "1"}
         return _spawn([sys.executable, "-c", CODE], environment)
 
@@ -202,7 +199,7 @@ class Fleet:
         num_restarts = 0
         while not self._ending.wait(POLL_S):
             assert self._coordinator is not None and self.address is not None
-            code = self._coordinator.poll()
+            code = self._coordinator.poll()  # it never ends by itself, not even when the run is over
             if code is None:
                 continue
             if num_restarts == MAX_RESTARTS:
@@ -229,7 +226,6 @@ class Fleet:
             URL: self.address.url,
             RUN_ID: self.address.run_id,
             TOKEN: self.address.token,
-            PARENT: str(os.getpid()),
             FIT_IDX: str(fit_idx),
             MORE: json.dumps(dict(more or {})),
             "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(threads_for(num_workers))),

@@ -37,7 +37,7 @@ from lightning_blocktrain.coordinator.standing import store_standing
 from lightning_blocktrain.errors import TransportError, explain
 from lightning_blocktrain.partition import Partition
 from lightning_blocktrain.strategies import block_checkpoint
-from lightning_blocktrain.strategies.block_guard import refuse_few_workers
+from lightning_blocktrain.strategies.block_guard import refuse_few_workers, warn_of_other_terms
 from lightning_blocktrain.strategies.job import Job
 from lightning_blocktrain.strategies.launcher import Fleet, threads_for
 from lightning_blocktrain.strategies.passed_fits import noted_fits
@@ -50,7 +50,7 @@ from lightning_blocktrain.strategies.worker_run import WorkerRun, masters_of
 from lightning_blocktrain.strategies.worker_shard import Shard
 from lightning_blocktrain.strategies.workers import buffer_names
 from lightning_blocktrain.transport import RunTerms, Transport, Welcome, WorkerFacts
-from lightning_blocktrain.transport.terms import OnMissingBlock
+from lightning_blocktrain.transport.terms import OnMissingBlock, differing_terms
 
 log = logging.getLogger(__name__)
 
@@ -149,9 +149,12 @@ class Member:
             self._address, self._more = self.job.told(self.look_up)
         line = self._open()
         masters = masters_of(module, partition)
+        own = self._terms(masters, torch.initial_seed() % 2**63, torch.get_rng_state())
         if self._rank is None:
-            line.found(self._terms(masters, torch.initial_seed() % 2**63, torch.get_rng_state()), masters)
+            line.found(own, masters)
         self._welcome = line.join(self._facts(self._rank, masters))
+        if self._rank is None:
+            warn_of_other_terms(differing_terms(own, self._welcome.terms))
         told = self._welcome.terms.worker_settings
         self._shard = Shard(
             self._welcome.worker_id, self._welcome.num_workers, told["seed"], _as_state(told["order_state"])
@@ -210,6 +213,7 @@ class Member:
         if self.leads:
             self._welcome = self._line.join(self._facts(0, self._run.masters))
             while self._line.status()["phase"] == "waiting":
+                self._heed_signal()  # first: a signal to this process ends its workers too
                 self._fleet.refuse_dead(self._num_blocks)
                 self.look_up()
                 time.sleep(POLL_S)
@@ -253,12 +257,15 @@ class Member:
             SIGTERMException: After SIGTERM.
             CoordinatorUnreachableError: If the coordinator of this fleet is gone for good.
         """
-        assert self._trainer is not None
-        if self._trainer.received_sigterm:
-            raise SIGTERMException
+        self._heed_signal()
         for rank in self._warn_of_dead():
             if self._line is not None:
                 self._line.dismiss(rank)  # or its rounds would wait until its silence tells
+
+    def _heed_signal(self) -> None:
+        assert self._trainer is not None
+        if self._trainer.received_sigterm:
+            raise SIGTERMException
 
     def _warn_of_dead(self) -> list[int]:
         dead = self._fleet.newly_dead()
@@ -272,7 +279,7 @@ class Member:
         if self._line is None or self._run is None:
             return
         self._run.finish()
-        if self._parts is not None and not self._run.ended:
+        if self._parts is not None:
             self._run.assemble()
             self._parts.remember()
         if not self._ends_with_fit:

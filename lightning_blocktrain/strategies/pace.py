@@ -16,7 +16,7 @@ class Pace:
 
     Args:
         local_steps: With ``fixed`` it is never time to send early.
-        deadline_s: Of a round, where the coordinator does not say when it closes.
+        deadline_s: Of a round, where no coordinator says when it closes.
         clock: Seconds, monotonic.
     """
 
@@ -26,17 +26,24 @@ class Pace:
         deadline_s: float = 0.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.closes_in_s: float | None = None
-        """From ``begin`` to the deadline, as the coordinator told with the masters; None: the round was not open."""
         self._local_steps = local_steps
         self._deadline_s = deadline_s
         self._clock = clock
         self._upload_s = 0.0
         self._began_at = 0.0
+        self._limit_s = deadline_s
+        self._closes_at: float | None = None
+
+    def told(self, closes_in_s: float | None) -> None:
+        """Note what a coordinator says, with masters, of the deadline; None says nothing."""
+        if closes_in_s is not None:
+            self._closes_at = self._clock() + closes_in_s
 
     def begin(self) -> None:
-        """Note that the worker has its masters."""
+        """Note that the worker has its masters; of what it was told since the last time the newest word holds."""
         self._began_at = self._clock()
+        self._limit_s = self._deadline_s if self._closes_at is None else self._closes_at - self._began_at
+        self._closes_at = None
 
     @contextmanager
     def sending(self) -> Iterator[None]:
@@ -49,5 +56,4 @@ class Pace:
         """Tell whether a worker that has taken ``num_steps`` since ``begin`` would be late after another one."""
         if self._local_steps == "fixed":
             return False
-        limit_s = self._deadline_s if self.closes_in_s is None else self.closes_in_s
-        return rule.is_time_to_send(self._clock() - self._began_at, num_steps, self._upload_s, limit_s)
+        return rule.is_time_to_send(self._clock() - self._began_at, num_steps, self._upload_s, self._limit_s)

@@ -6,10 +6,13 @@ the same ones in the same order. A group of one is no group: its operations retu
 
 import atexit
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -64,8 +67,11 @@ class ProcessGroups:
         self._members[name] = tuple(ranks)
         if len(ranks) > 1:
             store = PrefixStore(name, self._store)
+            connect = partial(_group, store, ranks.index(self._rank), len(ranks), self._device, self._timeout_s)
             try:
-                self._groups[name] = _group(store, ranks.index(self._rank), len(ranks), self._device, self._timeout_s)
+                self._groups[name] = _in_thread(connect, self._look_up)
+            except TransportError:
+                raise
             except RuntimeError as exc:
                 raise self._broken(name, exc) from exc
 
@@ -120,6 +126,22 @@ class ProcessGroups:
         self._groups = {}
 
 
+def _in_thread(call: Callable[[], Any], look_up: Callable[[], None]) -> Any:
+    """Return what ``call`` does, which may hold its thread for long; what ``look_up`` raises leaves it behind."""
+    outcome: Future[Any] = Future()
+
+    def run() -> None:
+        try:
+            outcome.set_result(call())
+        except Exception as exc:
+            outcome.set_exception(exc)
+
+    threading.Thread(target=run, name="blocktrain-groups", daemon=True).start()
+    while wait([outcome], LONGEST_PAUSE_S).not_done:
+        look_up()
+    return outcome.result()
+
+
 @contextmanager
 def _left_behind_on_error(work: Any, group: Any) -> Iterator[None]:
     try:
@@ -143,5 +165,7 @@ def _group(store: Store, rank: int, size: int, device: torch.device, timeout_s: 
     if device.type == "cuda":
         options = distributed.ProcessGroupNCCL.Options()
         options._timeout = timeout
-        return distributed.ProcessGroupNCCL(store, rank, size, options)
+        group: Any = distributed.ProcessGroupNCCL(store, rank, size, options)
+        group.allreduce([torch.zeros(1, device=device)]).wait()  # NCCL connects only here
+        return group
     return distributed.ProcessGroupGloo(store, rank, size, timeout)

@@ -8,6 +8,7 @@ if nothing had happened; one that is taken inside a round resumes at the beginni
 position in the data of the moment when it was taken.
 """
 
+import logging
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,8 @@ from lightning_blocktrain.rounds import INTERFACE, OuterSGD
 from lightning_blocktrain.strategies.state_files import RunFiles
 from lightning_blocktrain.strategies.worker_run import WorkerRun
 from lightning_blocktrain.transport import Transport
+
+log = logging.getLogger(__name__)
 
 
 class RunParts:
@@ -60,13 +63,17 @@ class RunParts:
         self._remembered = self._read()
 
     def complete(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        """Return rank 0's state with the parts of all others."""
+        """Return rank 0's state with the parts of all others, or alone where what is held is of another version."""
         parts = self._read() if self._remembered is None else self._remembered
         return {**parts, **state, "workers": {**parts["workers"], **state["workers"]}}
 
     def _read(self) -> dict[str, Any]:
+        version = self._files.held_version
+        if version != self._run.version:
+            log.warning("checkpoints of version %d hold no state of the other processes", self._run.version)
+            return {"workers": {}}
         entries = {entry: self._of_entry(entry) for entry in self._files.held_entries}
-        coordinator = standing(self._run.version, entries, self._accepted_tokens)
+        coordinator = standing(version, entries, self._accepted_tokens)
         return {"workers": self._files.worker_states(), **({"coordinator": coordinator} if entries else {})}
 
     def _of_entry(self, entry: str) -> dict[str, Any]:

@@ -59,6 +59,7 @@ class WorkerRun:
         assembles: Whether the module is to show all blocks' masters; else those that the worker's loss reads, and the
             others are released.
         for_good: Whether nobody uses the module after the run, so that ``make_whole`` is never called.
+        clock: Seconds, monotonic, for the worker's pace.
     """
 
     def __init__(
@@ -71,6 +72,7 @@ class WorkerRun:
         seed: int,
         assembles: bool = False,
         for_good: bool = False,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.settings = settings
         self.partition = partition
@@ -91,7 +93,8 @@ class WorkerRun:
         self._reads_prefix = partition.layout.prefix == "frozen"
         self._versions: dict[str, int] = {}
         self._sent_interface = False
-        self._pace = Pace()
+        self._clock = clock
+        self.pace = Pace()
         self._line: Transport | None = None
         self._keeps_interface = False
         self._look_up = self._on_round = self._on_assembled = _nothing
@@ -143,6 +146,7 @@ class WorkerRun:
                 keeps its copy of an interface that was not merged in the round before.
         """
         self._line, self._welcome = line, welcome
+        self.pace = Pace(welcome.terms.local_steps, welcome.terms.rules.deadline_s, self._clock)
         self._look_up, self._on_round, self._on_assembled = (
             call or _nothing for call in (look_up, on_round, on_assembled)
         )
@@ -150,8 +154,7 @@ class WorkerRun:
             self._receive(entry, -1, SLICE_S)
         self._take_interface()
         self.workers.fetch(self.worker, interface_too=not (resumes and self._keeps_interface))
-        self._pace = Pace(welcome.terms.local_steps, welcome.terms.rules.deadline_s)
-        self._pace.begin()
+        self.pace.begin()
         self._on_round()
 
     @property
@@ -170,7 +173,7 @@ class WorkerRun:
         self.worker.gradients = {}
         self.tally.worker_steps += 1
         self.steps_in_round += 1
-        is_full = self.steps_in_round == self.settings.sync_every or self._pace.is_time_to_send(self.steps_in_round)
+        is_full = self.steps_in_round == self.settings.sync_every or self.pace.is_time_to_send(self.steps_in_round)
         if (last or is_full) and not self.ended:
             self.finish_round()
             if last:
@@ -186,13 +189,14 @@ class WorkerRun:
     def send_round(self) -> None:
         """Submit the block, and the interface if its turn has come."""
         self._sent_interface = INTERFACE in self._names and self._welcome.terms.interface_due(self.version)
-        with self._pace.sending():
+        with self.pace.sending():
             for entry in (self.entry, INTERFACE) if self._sent_interface else (self.entry,):
                 self._submit(entry)
 
     def take_round(self) -> None:
         """Wait until what was submitted has become a new version, and start from that."""
-        self._receive(self.entry, self.version, self._patience_s)
+        sent_for = self.version
+        self._receive(self.entry, sent_for, self._patience_s)
         took_interface = self._take_interface()
         for entry in self.watched:
             self._receive(entry, self._versions.get(entry, -1), 0.0)
@@ -200,12 +204,12 @@ class WorkerRun:
                 self._expect(entry)
         self.workers.fetch(self.worker, interface_too=took_interface)
         self.workers.renew_optimizer_states(self.settings.inner_state, interface_too=took_interface)
-        self._pace.begin()
+        self.pace.begin()
         self.worker.num_steps = self.worker.num_tokens = self.steps_in_round = 0
         self.tally.num_rounds_closed += 1
         if self._assembles:
             self._count_rounds()
-        if not self.ended:
+        if self.version > sent_for:  # the last one too: a checkpoint of the end shows the run where it would go on
             self._on_round()
 
     def _take_interface(self) -> bool:
@@ -234,8 +238,7 @@ class WorkerRun:
             seen = self._versions.get(entry, -1)
             if seen < self.version and not self._receive(entry, self.version - 1, self._patience_s):
                 log.warning("%s is still at version %d: its workers lag behind", entry, seen)
-        if not self.ended:
-            self._on_assembled()
+        self._on_assembled()
 
     def finish(self) -> None:
         """Merge what a worker that was stopped inside a round has not merged yet."""
@@ -303,7 +306,11 @@ class WorkerRun:
             feedback.reset()
 
     def _receive(self, entry: str, newer_than: int, wait_s: float) -> bool:
-        """Load an entry's newest version as soon as it is newer; return whether there was one in time."""
+        """Load an entry's newest version as soon as it is newer; return whether there was one in time.
+
+        Raises:
+            TransportError: If there was none of its own block or of the interface, and it was worth a wait.
+        """
         assert self._line is not None
         ends_at = time.monotonic() + wait_s
         while True:
@@ -318,12 +325,12 @@ class WorkerRun:
             if fetched is not None:
                 self.workers.load_masters(fetched.params)
                 self._versions[entry] = fetched.version
-                if entry == self.entry:
-                    self._pace.closes_in_s = fetched.closes_in_s
+                if entry in (self.entry, INTERFACE):
+                    self.pace.told(fetched.closes_in_s)
                 return True
             if left_s <= 0:
-                if wait_s == self._patience_s and entry in (self.entry, INTERFACE):
-                    self._refuse_silence(entry, wait_s)
+                if wait_s > 0.0 and entry not in self.watched:
+                    self._refuse_silence(entry, newer_than, wait_s)
                 return False
             self._look_up()
 
@@ -339,8 +346,8 @@ class WorkerRun:
         terms = self._welcome.terms
         return terms.join_timeout_s + (terms.interface_every + 2) * terms.rules.deadline_s + MARGIN_S
 
-    def _refuse_silence(self, entry: str, waited_s: float) -> None:
-        got = f"entry={entry}, version={self._versions[entry]}, waited_s={waited_s:g}"
+    def _refuse_silence(self, entry: str, version: int, waited_s: float) -> None:
+        got = f"entry={entry}, version={version}, waited_s={waited_s:g}"
         raise TransportError(explain("a round must close by its deadline", got, "look at the coordinator's status"))
 
     # Counters

@@ -1,4 +1,4 @@
-"""What is an address of a coordinator, what it says about who can listen in, and whom a member trusts to be there."""
+"""What is an address of a coordinator, who can listen in there, whom a member trusts, and what the environment says."""
 
 import ipaddress
 import os
@@ -7,8 +7,11 @@ from urllib.parse import SplitResult, urlsplit
 
 from lightning_blocktrain.errors import explain
 
+URL, RUN_ID, TOKEN = "BLOCKTRAIN_COORDINATOR", "BLOCKTRAIN_RUN_ID", "BLOCKTRAIN_TOKEN"
+"""Environment variables that say where a run is coordinated, its name and its secret."""
 CAFILE = "BLOCKTRAIN_CAFILE"
 """Environment variable that names the PEM file of a private authority."""
+DEFAULT_RUN_ID = "blocktrain"
 
 
 def given_cafile(cafile: str | None = None) -> str | None:
@@ -24,6 +27,34 @@ def given_cafile(cafile: str | None = None) -> str | None:
     if given and not Path(given).is_file():
         raise ValueError(explain("the file of the authority must exist", f"{CAFILE}={given}", "correct the path"))
     return given or None
+
+
+def check_sendable(name: str, text: str, fix: str) -> None:
+    """Refuse what no header can hold.
+
+    Args:
+        name: Of the value.
+        text: Appears in no message: it may be a token.
+        fix: What to do then.
+
+    Raises:
+        ValueError: If it is empty, or not printable ASCII without spaces.
+    """
+    if not text or not (text.isascii() and text.isprintable()) or " " in text:
+        got = f"{name} of {len(text)} characters"
+        raise ValueError(explain(f"{name} must be printable ASCII without spaces", got, fix))
+
+
+def split_urls(urls: str) -> list[str]:
+    """Return the coordinators of a run, which are named with commas between them.
+
+    Raises:
+        ValueError: If one is named twice.
+    """
+    names = [url.strip() for url in urls.split(",")]
+    if len(set(names)) < len(names):
+        raise ValueError(explain("the coordinators of a run must be different ones", f"urls={urls}", "name each once"))
+    return names
 
 
 def is_loopback(host: str) -> bool:

@@ -82,7 +82,6 @@ class Welcome:
         block_idx: The block it trains.
         num_workers: Its part of the data is number ``worker_id mod num_workers`` of ``num_workers``.
         versions: By entry, at this moment; the next ``fetch`` may give newer ones.
-        has_interface: Whether the run merges parameters outside the blocks.
         terms: Of the run.
     """
 
@@ -92,17 +91,12 @@ class Welcome:
     block_idx: int
     num_workers: int
     versions: Mapping[str, int]
-    has_interface: bool
     terms: RunTerms
 
     @property
     def sender(self) -> Sender:
         """Who this worker is in its requests."""
         return Sender(self.worker_id, self.incarnation)
-
-    def steps_at(self, block_version: int) -> int:
-        """Return the position in a schedule of inner steps at the beginning of this version's round."""
-        return block_version * self.terms.sync_every
 
 
 @dataclass(frozen=True, eq=False)
@@ -112,7 +106,8 @@ class Fetched:
     Args:
         version: Of the tensors.
         params: The caller's own, on the CPU, floating ones in fp32.
-        closes_in_s: Seconds to the deadline of its round when it was answered; None where that is not open.
+        closes_in_s: Seconds to the deadline of the round that the worker who asks is in, or is about to begin; None
+            where the coordinator does not know that worker's block.
     """
 
     version: int

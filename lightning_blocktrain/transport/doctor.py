@@ -7,7 +7,6 @@ on this machine needs.
 
 import asyncio
 import io
-import json
 import socket
 import ssl
 import time
@@ -22,8 +21,9 @@ import aiohttp
 
 from lightning_blocktrain.errors import explain
 from lightning_blocktrain.rounds import INTERFACE
-from lightning_blocktrain.transport.address import checked_url, is_loopback
-from lightning_blocktrain.transport.versions import PROTOCOL, package_version
+from lightning_blocktrain.transport.address import CAFILE, RUN_ID, TOKEN, checked_url, is_loopback
+from lightning_blocktrain.transport.http import read_object
+from lightning_blocktrain.transport.versions import PROTOCOL, RUN_HEADER, package_version
 
 Level = Literal["ok", "warn", "fail"]
 
@@ -33,7 +33,6 @@ LONG_PROBE_S = 5.0
 """A long probe follows only where it would take less than this."""
 CLOCK_WARN_S = 5.0
 CERTIFICATE_WARN_DAYS = 14.0
-MAX_JSON_BYTES = 2**24
 
 
 @dataclass(frozen=True)
@@ -52,8 +51,8 @@ class Finding:
 
 
 @dataclass(frozen=True)
-class Patient:
-    """What is examined.
+class Target:
+    """What is checked.
 
     Args:
         url: ``http://host:port`` or ``https://host:port``.
@@ -91,57 +90,57 @@ class Patient:
 
 
 class _FailedError(Exception):
-    """Nothing further can be examined; its text is the finding's."""
+    """Nothing further can be checked; its text is the finding's."""
 
 
-def examine(patient: Patient, say: Callable[[Finding], None]) -> bool:
+def run_checks(target: Target, say: Callable[[Finding], None]) -> bool:
     """Run all checks; each takes ``timeout_s`` at most.
 
     Args:
-        patient: What to examine.
+        target: What to check.
         say: Called with every finding as soon as it is there.
 
     Returns:
         Whether nothing failed.
     """
-    return asyncio.run(_examine(patient, say))
+    return asyncio.run(_run_checks(target, say))
 
 
-async def _examine(patient: Patient, say: Callable[[Finding], None]) -> bool:
+async def _run_checks(target: Target, say: Callable[[Finding], None]) -> bool:
     found: list[Finding] = []
-    async for finding in _findings(patient):
+    async for finding in _findings(target):
         found.append(finding)
         say(finding)
     return all(finding.level != "fail" for finding in found)
 
 
-async def _findings(patient: Patient) -> AsyncIterator[Finding]:
+async def _findings(target: Target) -> AsyncIterator[Finding]:
     name = "name"
     try:
-        yield Finding(name, "ok", await _resolve(patient))
+        yield Finding(name, "ok", await _resolve(target))
         name = "connection"
-        connected, own_address = await _connect(patient)
+        connected, own_address = await _connect(target)
         yield Finding(name, "ok", connected)
         name = "tls"
-        yield await _examine_tls(patient)
+        yield await _check_tls(target)
         name = "coordinator"
-        async with _session(patient) as session:
-            status, trip_s, asked_at = await _ask_status(patient, session)
-            for finding in (_coordinator(status), _run(patient, status), _version(status), _clock(status, asked_at)):
+        async with _session(target) as session:
+            status, trip_s, asked_at = await _ask_status(target, session)
+            for finding in (_coordinator(status), _run(target, status), _version(status), _clock(status, asked_at)):
                 yield finding
             name = "round trip"
             yield await _round_trips(session, trip_s)
-            if status["run_id"] != patient.run_id:
+            if status["run_id"] != target.run_id:
                 return  # the other checks need the run id of the run
             name = "throughput"
-            speeds = await _throughput(patient, session)
+            speeds = await _throughput(target, session)
             yield _judge_throughput(speeds, status)
             name = "address"
-            yield await _seen_from(patient, session, own_address)
+            yield await _seen_from(target, session, own_address)
     except _FailedError as exc:
         yield Finding(name, "fail", str(exc))
     except (aiohttp.ClientError, OSError) as exc:  # a timeout is an OSError
-        yield Finding(name, "fail", _cause(exc, patient.timeout_s))
+        yield Finding(name, "fail", _cause(exc, target.timeout_s))
 
 
 def _cause(exc: BaseException, timeout_s: float) -> str:
@@ -150,24 +149,24 @@ def _cause(exc: BaseException, timeout_s: float) -> str:
     return f"{type(exc).__name__}: {exc}"[:300]
 
 
-def _session(patient: Patient) -> aiohttp.ClientSession:
-    tls: ssl.SSLContext | bool = ssl.create_default_context(cafile=patient.cafile) if patient.is_https else True
+def _session(target: Target) -> aiohttp.ClientSession:
+    tls: ssl.SSLContext | bool = ssl.create_default_context(cafile=target.cafile) if target.is_https else True
     return aiohttp.ClientSession(
-        checked_url(patient.url),
+        checked_url(target.url),
         connector=aiohttp.TCPConnector(ssl=tls),
-        headers={"Authorization": f"Bearer {patient.token}"},
-        timeout=aiohttp.ClientTimeout(total=patient.timeout_s),
+        headers={"Authorization": f"Bearer {target.token}"},
+        timeout=aiohttp.ClientTimeout(total=target.timeout_s),
     )
 
 
 # From the name to TLS
 
 
-async def _resolve(patient: Patient) -> str:
-    host, port = patient.address
+async def _resolve(target: Target) -> str:
+    host, port = target.address
     loop = asyncio.get_running_loop()
     try:
-        async with asyncio.timeout(patient.timeout_s):
+        async with asyncio.timeout(target.timeout_s):
             known = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except socket.gaierror as exc:
         raise _FailedError(f"{host} is no known name here ({exc.strerror}): check the URL and the DNS") from exc
@@ -175,11 +174,11 @@ async def _resolve(patient: Patient) -> str:
     return f"{host} is {', '.join(addresses[:4])}"
 
 
-async def _connect(patient: Patient) -> tuple[str, str]:
-    host, port = patient.address
+async def _connect(target: Target) -> tuple[str, str]:
+    host, port = target.address
     began = time.perf_counter()
     try:
-        async with asyncio.timeout(patient.timeout_s):
+        async with asyncio.timeout(target.timeout_s):
             _, writer = await asyncio.open_connection(host, port)
     except ConnectionRefusedError as exc:
         raise _FailedError(
@@ -192,18 +191,18 @@ async def _connect(patient: Patient) -> tuple[str, str]:
     return f"{other} port {port} accepts a connection after {took_ms:.1f} ms", str(own)
 
 
-async def _examine_tls(patient: Patient) -> Finding:
-    host, port = patient.address
-    if not patient.is_https:
+async def _check_tls(target: Target) -> Finding:
+    host, port = target.address
+    if not target.is_https:
         if is_loopback(host):
             return Finding("tls", "ok", "plain HTTP, on this machine only")
         return Finding("tls", "warn", "plain HTTP: token and weights can be read and changed on the way; use https")
-    context = ssl.create_default_context(cafile=patient.cafile)
+    context = ssl.create_default_context(cafile=target.cafile)
     try:
-        async with asyncio.timeout(patient.timeout_s):
+        async with asyncio.timeout(target.timeout_s):
             _, writer = await asyncio.open_connection(host, port, ssl=context)
     except ssl.SSLCertVerificationError as exc:
-        fix = "for an authority of your own, name its PEM file (--cafile or BLOCKTRAIN_CAFILE)"
+        fix = f"for an authority of your own, name its PEM file (--cafile or {CAFILE})"
         raise _FailedError(f"the certificate is not accepted ({exc.verify_message}): {fix}") from exc
     except ssl.SSLError as exc:
         raise _FailedError(f"no TLS here ({exc.reason}): the coordinator may speak plain http") from exc
@@ -217,16 +216,13 @@ async def _examine_tls(patient: Patient) -> Finding:
 # What the coordinator says
 
 
-async def _ask_status(patient: Patient, session: aiohttp.ClientSession) -> tuple[dict[str, Any], float, float]:
-    if not patient.token:
-        raise _FailedError("no token: export BLOCKTRAIN_TOKEN as the coordinator printed it")
+async def _ask_status(target: Target, session: aiohttp.ClientSession) -> tuple[dict[str, Any], float, float]:
+    if not target.token:
+        raise _FailedError(f"no token: export {TOKEN} as the coordinator printed it")
     began, asked_at = time.perf_counter(), time.time()
     async with session.get("/status", allow_redirects=False) as answer:
-        text = await answer.content.read(MAX_JSON_BYTES)
-        while not answer.content.at_eof() and len(text) < MAX_JSON_BYTES:
-            text += await answer.content.read(MAX_JSON_BYTES - len(text))
+        values = await read_object(answer) or {}
     trip_s = time.perf_counter() - began
-    values = _parsed(text)
     code = values["error"].get("code") if isinstance(values.get("error"), dict) else None
     if code == "unauthorised":
         raise _FailedError("a coordinator answers, but does not take this token: use the one that it printed")
@@ -240,14 +236,6 @@ async def _ask_status(patient: Patient, session: aiohttp.ClientSession) -> tuple
     return values, trip_s, asked_at + trip_s / 2
 
 
-def _parsed(text: bytes) -> dict[str, Any]:
-    try:
-        values = json.loads(text)
-    except (ValueError, RecursionError):
-        return {}
-    return values if isinstance(values, dict) else {}
-
-
 def _coordinator(status: Mapping[str, Any]) -> Finding:
     workers = status.get("workers", {}).values()
     num_live = sum(bool(kept["is_live"]) for kept in workers)
@@ -258,11 +246,11 @@ def _coordinator(status: Mapping[str, Any]) -> Finding:
     return Finding("coordinator", level, text)
 
 
-def _run(patient: Patient, status: Mapping[str, Any]) -> Finding:
-    if status["run_id"] == patient.run_id:
-        return Finding("run", "ok", f"{patient.run_id}")
-    text = f"this is run {status['run_id']}, a worker here would ask for {patient.run_id}"
-    return Finding("run", "fail", f"{text}: export BLOCKTRAIN_RUN_ID={status['run_id']}")
+def _run(target: Target, status: Mapping[str, Any]) -> Finding:
+    if status["run_id"] == target.run_id:
+        return Finding("run", "ok", f"{target.run_id}")
+    text = f"this is run {status['run_id']}, a worker here would ask for {target.run_id}"
+    return Finding("run", "fail", f"{text}: export {RUN_ID}={status['run_id']}")
 
 
 def _version(status: Mapping[str, Any]) -> Finding:
@@ -299,26 +287,26 @@ async def _round_trips(session: aiohttp.ClientSession, first_s: float) -> Findin
     return Finding("round trip", "ok" if median(trips_s) < 1.0 else "warn", text)
 
 
-async def _throughput(patient: Patient, session: aiohttp.ClientSession) -> tuple[float, float]:
+async def _throughput(target: Target, session: aiohttp.ClientSession) -> tuple[float, float]:
     """Return upload and download in bytes per second."""
     speeds = []
     for probe in (_upload, _download):
-        speed = FIRST_PROBE_BYTES / await probe(patient, session, FIRST_PROBE_BYTES)
-        if LONG_PROBE_BYTES / speed < min(LONG_PROBE_S, patient.timeout_s):
-            speed = LONG_PROBE_BYTES / await probe(patient, session, LONG_PROBE_BYTES)
+        speed = FIRST_PROBE_BYTES / await probe(target, session, FIRST_PROBE_BYTES)
+        if LONG_PROBE_BYTES / speed < min(LONG_PROBE_S, target.timeout_s):
+            speed = LONG_PROBE_BYTES / await probe(target, session, LONG_PROBE_BYTES)
         speeds.append(speed)
     return speeds[0], speeds[1]
 
 
-async def _upload(patient: Patient, session: aiohttp.ClientSession, num_bytes: int) -> float:
+async def _upload(target: Target, session: aiohttp.ClientSession, num_bytes: int) -> float:
     began = time.perf_counter()
-    await _post_probe(patient, session, b"\x5a" * num_bytes)
+    await _post_probe(target, session, b"\x5a" * num_bytes)
     return time.perf_counter() - began
 
 
-async def _download(patient: Patient, session: aiohttp.ClientSession, num_bytes: int) -> float:
+async def _download(target: Target, session: aiohttp.ClientSession, num_bytes: int) -> float:
     began = time.perf_counter()
-    headers, query = {"BlockTrain-Run": patient.run_id}, {"bytes": str(num_bytes)}
+    headers, query = {RUN_HEADER: target.run_id}, {"bytes": str(num_bytes)}
     async with session.get("/v1/probe", params=query, headers=headers, allow_redirects=False) as answer:
         body = await answer.read()
     if answer.status != 200 or len(body) != num_bytes:
@@ -326,10 +314,10 @@ async def _download(patient: Patient, session: aiohttp.ClientSession, num_bytes:
     return time.perf_counter() - began
 
 
-async def _post_probe(patient: Patient, session: aiohttp.ClientSession, body: bytes) -> dict[str, Any]:
-    headers = {"BlockTrain-Run": patient.run_id, "Content-Type": "application/octet-stream"}
+async def _post_probe(target: Target, session: aiohttp.ClientSession, body: bytes) -> dict[str, Any]:
+    headers = {RUN_HEADER: target.run_id, "Content-Type": "application/octet-stream"}
     async with session.post("/v1/probe", data=io.BytesIO(body), headers=headers, allow_redirects=False) as answer:
-        values = _parsed(await answer.read())
+        values = await read_object(answer) or {}
     if answer.status != 200 or values.get("received_bytes") != len(body):
         raise _FailedError(f"an upload of {len(body)} bytes was not taken (HTTP {answer.status})")
     return values
@@ -355,8 +343,8 @@ def _bytes_of_a_round(status: Mapping[str, Any]) -> int:
     return max(lengths.values(), default=0) + interface
 
 
-async def _seen_from(patient: Patient, session: aiohttp.ClientSession, own_address: str) -> Finding:
-    values = await _post_probe(patient, session, b"")
+async def _seen_from(target: Target, session: aiohttp.ClientSession, own_address: str) -> Finding:
+    values = await _post_probe(target, session, b"")
     seen, outbound = values.get("address"), "workers only open connections to it and are never called back"
     if values.get("via_proxy"):
         text = f"requests come through a proxy ({seen}): it must pass bodies as they are, of any length; {outbound}"

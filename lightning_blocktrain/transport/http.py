@@ -23,6 +23,7 @@ import warnings
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from concurrent.futures import CancelledError, Future
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -44,7 +45,7 @@ from lightning_blocktrain.errors import (
     explain,
 )
 from lightning_blocktrain.rounds import Receipt
-from lightning_blocktrain.transport.address import checked_url, is_loopback
+from lightning_blocktrain.transport.address import check_sendable, checked_url, is_loopback
 from lightning_blocktrain.transport.base import (
     ERROR_CODES,
     Fetched,
@@ -63,6 +64,7 @@ from lightning_blocktrain.transport.messages import (
 )
 from lightning_blocktrain.transport.overlap import ahead, take_all
 from lightning_blocktrain.transport.terms import RunTerms
+from lightning_blocktrain.transport.versions import FRAME_TYPE, RUN_HEADER, WORKER_HEADER
 from lightning_blocktrain.transport.wire import Outgoing, Piece, Receiver, read_frame
 
 log = logging.getLogger(__name__)
@@ -111,18 +113,14 @@ class HttpTransport(Transport):
     ) -> None:
         self.url = checked_url(url)
         for name, value in (("run_id", run_id), ("token", token)):
-            if value is None:
-                continue
-            if not value or not (value.isascii() and value.isprintable()) or " " in value:
-                got = f"{name} of {len(value)} characters"  # a token must not appear in a message
-                rule = f"{name} must be printable ASCII without spaces"
-                raise ValueError(explain(rule, got, "use the one that the coordinator printed"))
+            if value is not None:
+                check_sendable(name, value, "use the one that the coordinator printed")
         for name, seconds in (("reconnect_timeout_s", reconnect_timeout_s), ("stall_timeout_s", stall_timeout_s)):
             if not 0 < seconds < float("inf"):
                 raise ValueError(explain(f"{name} must be finite and above 0", f"{name}={seconds}", "give seconds"))
         self._headers = {"Authorization": f"Bearer {token}"}
         if run_id is not None:
-            self._headers["BlockTrain-Run"] = run_id
+            self._headers[RUN_HEADER] = run_id
         tls = ssl.create_default_context(cafile=cafile) if self.url.startswith("https:") else None
         # A redirection could carry token and weights elsewhere.
         self._fixed: dict[str, Any] = {"ssl": tls or True, "allow_redirects": False}
@@ -233,7 +231,7 @@ class HttpTransport(Transport):
 
     async def _upload(self, path: str, outgoing: Outgoing) -> Any:
         loop = asyncio.get_running_loop()
-        headers = {"Content-Length": str(outgoing.num_bytes), "Content-Type": "application/x-blocktrain-frame"}
+        headers = {"Content-Length": str(outgoing.num_bytes), "Content-Type": FRAME_TYPE}
         async with asyncio.timeout(self._stall_s) as patience:
 
             async def pieces() -> AsyncIterator[Piece]:
@@ -251,7 +249,7 @@ class HttpTransport(Transport):
         query = {"newer_than": str(newer_than), "wait_s": f"{wait_s:.3f}"}
         headers = {}
         if self._welcome is not None:
-            headers["BlockTrain-Worker"] = f"{self._welcome.worker_id}/{self._welcome.incarnation}"
+            headers[WORKER_HEADER] = f"{self._welcome.worker_id}/{self._welcome.incarnation}"
         path = f"/v1/entries/{quote(entry, safe='')}"
         async with asyncio.timeout(wait_s + self._stall_s) as patience:
             request = self._opened().get(self.url + path, params=query, headers=headers, **self._fixed)
@@ -259,6 +257,7 @@ class HttpTransport(Transport):
                 await _refuse_bad(answer)
                 if answer.status == 204:
                     return None
+                answered_at = loop.time()
                 num_bytes = answer.content_length or 0
                 if not 0 < num_bytes <= self._max_body_bytes:
                     raise WireError(f"The answer has {num_bytes} bytes; at most {self._max_body_bytes} are taken.")
@@ -272,7 +271,7 @@ class HttpTransport(Transport):
 
                 await take_all(pieces(), receiver.take_all)
                 receiver.finish()
-                return unpack_fetched(read_frame(memory))
+                return _passed(unpack_fetched(read_frame(memory)), loop.time() - answered_at)
 
     def _opened(self) -> aiohttp.ClientSession:
         if self._session is None:
@@ -345,6 +344,11 @@ class HttpTransport(Transport):
                 log.debug("a sign of life was lost: %r", exc)
 
 
+def _passed(fetched: Fetched, seconds: float) -> Fetched:
+    left_s = fetched.closes_in_s
+    return fetched if left_s is None else replace(fetched, closes_in_s=left_s - seconds)
+
+
 async def _refuse_bad(answer: aiohttp.ClientResponse) -> None:
     if answer.status in (200, 204):
         if answer.headers.get("Content-Encoding", "identity") != "identity":
@@ -358,16 +362,22 @@ async def _refuse_bad(answer: aiohttp.ClientResponse) -> None:
 
 
 async def _json_of(answer: aiohttp.ClientResponse) -> dict[str, Any]:
+    values = await read_object(answer)
+    if values is None:
+        raise RequestRefusedError(f"The answer of {answer.url.path} is none of a BlockTrain coordinator.")
+    return values
+
+
+async def read_object(answer: aiohttp.ClientResponse) -> dict[str, Any] | None:
+    """Return the JSON object that an answer is, of ``MAX_JSON_BYTES`` at most; None: it is none."""
     text = await answer.content.read(MAX_JSON_BYTES)
     while not answer.content.at_eof() and len(text) < MAX_JSON_BYTES:
         text += await answer.content.read(MAX_JSON_BYTES - len(text))
     try:
         values = json.loads(text)
     except (ValueError, RecursionError):
-        values = None
-    if not isinstance(values, dict):
-        raise RequestRefusedError(f"The answer of {answer.url.path} is none of a BlockTrain coordinator.")
-    return values
+        return None
+    return values if isinstance(values, dict) else None
 
 
 def _error_of(text: str) -> tuple[str, str]:

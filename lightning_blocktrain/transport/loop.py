@@ -30,11 +30,6 @@ class LoopThread:
         self._thread: threading.Thread | None = None
         self._closed = False
 
-    @property
-    def is_closed(self) -> bool:
-        """Whether ``close`` was called."""
-        return self._closed
-
     def run(self, make: Callable[[], Coroutine[Any, Any, T]]) -> T:
         """Run a coroutine to its end and return what it gave; cancelled if the caller is interrupted.
 

@@ -100,7 +100,7 @@ class MemoryTransport(Transport):
             with self._admitted() as desk:
                 sender = None if self._welcome is None else self._welcome.sender
                 found = desk.service.fetch(entry, newer_than, self._hub.clock(), sender)
-                seen, closes_in_s = desk.news, desk.service.closes_in_s(entry, self._hub.clock())
+                seen, closes_in_s = desk.news, desk.service.closes_in_s(sender, self._hub.clock())
             if found is not None:
                 version, params = found
                 return Fetched(version, {name: tensor.clone() for name, tensor in params.items()}, closes_in_s)

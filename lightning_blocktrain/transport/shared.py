@@ -33,6 +33,7 @@ from typing_extensions import override
 from lightning_blocktrain.errors import NotFoundedError, RequestRefusedError, TransportError, explain
 from lightning_blocktrain.rounds import INTERFACE, Receipt, block_entry
 from lightning_blocktrain.rounds.verdicts import shown
+from lightning_blocktrain.transport.address import split_urls
 from lightning_blocktrain.transport.base import Fetched, Submission, Transport, Welcome, WorkerFacts
 from lightning_blocktrain.transport.terms import RunTerms
 
@@ -196,11 +197,8 @@ def line_to(urls: str, open_one: Callable[[str], Transport]) -> Transport:
     Raises:
         ValueError: If one is named twice, or ``open_one`` refuses it.
     """
-    names = [url.strip() for url in urls.split(",")]
-    if len(set(names)) < len(names):
-        raise ValueError(explain("the coordinators of a run must be different ones", f"urls={urls}", "name each once"))
-    lines = {name: open_one(name) for name in names}
-    return lines[names[0]] if len(names) == 1 else SharedTransport(lines)
+    lines = {name: open_one(name) for name in split_urls(urls)}
+    return next(iter(lines.values())) if len(lines) == 1 else SharedTransport(lines)
 
 
 def refuse_split(split: Split, terms: RunTerms) -> None:

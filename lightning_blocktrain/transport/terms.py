@@ -160,6 +160,22 @@ def identity_differences(own: Mapping[str, Any], other: Mapping[str, Any]) -> li
     ]
 
 
+def differing_terms(own: RunTerms, run: RunTerms) -> list[str]:
+    """Return what a worker would have had otherwise than the run it joins, one ``name: here=..., there=...`` each."""
+    here, there = ({**asdict(terms.rules), **_rest(terms)} for terms in (own, run))
+    return identity_differences(here, there)
+
+
+def _rest(terms: RunTerms) -> dict[str, Any]:
+    outer, codec = asdict(terms.outer), terms.codec.meta
+    return {
+        **{f"outer_optimizer.{name}": value for name, value in outer.items() if name != "spared"},
+        "codec": codec,
+        "local_steps": terms.local_steps,
+        "on_missing_block": terms.on_missing_block,
+    }
+
+
 def _check_count(name: str, value: object, at_most: int | None = None) -> None:
     if not is_count(value, at_least=1) or (at_most is not None and value > at_most):
         bound = "" if at_most is None else f" and at most {at_most}"

@@ -1,20 +1,24 @@
 import json
+import threading
+from contextlib import nullcontext
 
 import pytest
 
 from benchmarks import worker_memory
 
 
-def process(rank: int, base: int, peak: int) -> dict:
-    return {"rank": rank, "base": {"pss": base, "uss": base}, "peak": {"pss": peak, "uss": peak}, "num_samples": 9}
+def process(rank: int, base: int, peak: int, finished: bool = True) -> dict:
+    measured = {"base": {"pss": base, "uss": base}, "peak": {"pss": peak, "uss": peak}, "num_samples": 9}
+    return {"rank": rank, "finished": finished, **measured}
 
 
 @pytest.mark.parametrize(("codec", "per_param"), [("fp32", 20), ("int8", 24)])
 @pytest.mark.parametrize("over", [-1, 1])
 def test_worker_memory_target_is_the_formula_of_the_worst_worker_that_is_not_rank_zero(codec, per_param, over):
     args = worker_memory.parse(["--quick", "--codec", codec])
+    args.num_blocks = 3
     model, one = worker_memory.make_module("workers", args), worker_memory.make_module("block", args)
-    elsewhere = sum(parameter.numel() for parameter in model.layers[0].parameters())
+    elsewhere = sum(parameter.numel() for parameter in model.layers[:2].parameters())
     params = sum(parameter.numel() for parameter in model.parameters()) - elsewhere
     extra = 1000
     block_peak = 16 * sum(parameter.numel() for parameter in one.parameters()) + extra
@@ -33,12 +37,51 @@ def test_worker_memory_target_is_the_formula_of_the_worst_worker_that_is_not_ran
     assert report["rank_zero_bytes"] == 10 * int(limit)
 
 
+@pytest.mark.parametrize("ended", [[process(0, 5, 9)], [process(0, 5, 9), process(1, 5, 6, finished=False)]])
+def test_worker_memory_of_a_worker_that_did_not_take_all_steps_is_refused(ended):
+    found = {"block": [process(0, 5, 9)], "whole": [process(0, 5, 9)], "workers": ended}
+    with pytest.raises(RuntimeError, match=r"must take all steps; got arm=workers, ranks that have=\[0\] of \[0, 1\]"):
+        worker_memory.report_of(found, worker_memory.parse(["--quick"]))
+
+
+@pytest.mark.parametrize("fails_at", [None, 1])
+def test_worker_memory_of_an_arm_says_whether_all_steps_were_taken(fails_at, tmp_path, monkeypatch):
+    args = worker_memory.parse(["--quick", "--out", str(tmp_path)])
+    make_module = worker_memory.make_module
+
+    def breaking(*given):
+        module = make_module(*given)
+        step = module.training_step
+
+        def training_step(batch, batch_idx):
+            if batch_idx == fails_at:
+                raise RuntimeError("it broke")
+            return step(batch, batch_idx)
+
+        module.training_step = training_step
+        return module
+
+    monkeypatch.setattr(worker_memory, "make_module", breaking)
+    with nullcontext() if fails_at is None else pytest.raises(RuntimeError, match="it broke"):
+        worker_memory.run_arm("block", args)
+    assert json.loads((tmp_path / "block-0.json").read_text())["finished"] is (fails_at is None)
+
+
+class CountedMemory(worker_memory.PeakMemory):
+    sampled = threading.Semaphore(0)
+
+    def sample(self):
+        now = super().sample()
+        self.sampled.release()
+        return now
+
+
 def test_worker_memory_peak_sees_what_is_allocated_while_it_samples():
-    with worker_memory.PeakMemory(sample_every_s=0.001) as memory:
+    with CountedMemory(sample_every_s=0.001) as memory:
         block = bytearray(2**26)
-        seen = memory.num_samples
-        while memory.num_samples < seen + 3:
-            pass
+        memory.sampled = threading.Semaphore(0)
+        for _ in range(2):  # the first may have begun before
+            assert memory.sampled.acquire(timeout=60.0)
         del block
     assert memory.peak["pss"] - memory.base["pss"] > 2**25
 

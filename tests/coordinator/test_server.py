@@ -391,6 +391,17 @@ def test_serving_resumes_what_is_stored_and_founds_what_is_not(tmp_path: Path) -
         thread.close(nothing)
 
 
+def test_serving_that_is_refused_gives_the_state_folder_back(tmp_path: Path) -> None:
+    async def visit() -> None:
+        async with serving(ServeSettings("", TOKEN, state_dir=tmp_path)):
+            pass
+
+    with pytest.raises(ValueError, match="run_id") as refusal:
+        asyncio.run(visit())
+    Storage(tmp_path).close()
+    assert refusal.tb is not None  # kept until here: its frames would hold on to the folder
+
+
 def test_serve_settings_hide_the_token_and_want_a_certificate_with_a_key() -> None:
     assert TOKEN not in repr(ServeSettings(RUN, TOKEN))
     with pytest.raises(ValueError, match="keyfile needs a certfile"):

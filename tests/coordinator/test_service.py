@@ -169,6 +169,24 @@ def test_scenario_03_worker_that_dies_after_its_answer_counts_once() -> None:
     assert run.reports("block0")[0].accepted == (0, 1)
 
 
+def test_beat_keeps_a_worker_that_still_computes_when_the_run_is_over() -> None:
+    run = Run([0, 0], beats=True, silent_after_s=10.0)
+    run.service.stop("enough")
+    for _ in range(5):
+        run.now += 8.0
+        run.beat(0)
+    assert run.service.roster.live == (0,)  # it will come for what is left; the other one has died
+    run.service.leave(run.senders[0], run.now)
+    assert run.service.roster.live == ()
+
+
+def test_beat_of_a_run_that_was_given_up_is_refused() -> None:
+    run = Run([0, 1])
+    run.service.stop("no", failed=True)
+    with pytest.raises(RunFailedError, match="given up: no"):
+        run.beat(0)
+
+
 def test_beat_of_who_is_no_member_is_refused() -> None:
     run = Run([0, 0])
     for sender, error in (

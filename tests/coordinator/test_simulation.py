@@ -284,8 +284,9 @@ def test_stale_weighted_late_work_counts_in_the_round_in_which_it_arrives() -> N
     assert [report.stale for report in (*first.reports, *second.reports)] == [(), (1,)]
     assert coordinator.counts == {Verdict.ACCEPTED: 3}
     deltas = [torch.randn(3, generator=torch.Generator().manual_seed(seed)) for seed in (0, 1, 1000)]
-    expected = start + deltas[0] + (deltas[2] + deltas[1] * 2**-0.5) / 2
-    assert torch.allclose(coordinator.masters["block0"]["w"], expected, atol=1e-6)
+    weight = 2**-0.5
+    expected = start + deltas[0] + (deltas[2] + weight * deltas[1]) / (1 + weight)
+    assert torch.allclose(coordinator.masters["block0"]["w"], expected, atol=0.01)  # it is rounded to 1/1024
 
 
 def test_stale_weighted_resume_equals_the_uninterrupted_run_bit_for_bit() -> None:

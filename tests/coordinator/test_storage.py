@@ -11,7 +11,7 @@ import torch
 from lightning_blocktrain.coordinator import storage as storage_module
 from lightning_blocktrain.coordinator.desk import Desk
 from lightning_blocktrain.coordinator.storage import Storage, read_entry_file
-from lightning_blocktrain.errors import CheckpointMismatchError, StateError
+from lightning_blocktrain.errors import CheckpointMismatchError, RequestRefusedError, StateError
 from lightning_blocktrain.rounds import OuterSGD, Params, RoundRules, Verdict
 from lightning_blocktrain.transport.base import Sender, WorkerFacts
 from lightning_blocktrain.transport.messages import pack_submission
@@ -30,9 +30,9 @@ def founded(folder: Path, kept_versions: int = 1, **terms: Any) -> Desk:
     return desk
 
 
-def resumed(folder: Path, **options: Any) -> Desk:
+def resumed(folder: Path) -> Desk:
     desk = Desk(RUN, TOKEN, Storage(folder))
-    assert desk.resume(0.0, **options)
+    assert desk.resume(0.0)
     return desk
 
 
@@ -87,7 +87,7 @@ def test_scenario_32_restart_keeps_round_members_and_momentum(tmp_path: Path) ->
         assert {**state, **changed} == {**after[entry], **changed}
     assert again.service.roster.live == (0, 1, 2, 3)
     welcome = again.service.join(WorkerFacts(2, nonce="life-2"), None, 0.0)
-    assert (welcome.worker_id, welcome.incarnation, welcome.steps_at(welcome.versions["block0"])) == (2, 0, 10)
+    assert (welcome.worker_id, welcome.incarnation, welcome.versions["block0"]) == (2, 0, 2)
     again.close()
 
 
@@ -127,8 +127,10 @@ def test_late_update_that_was_accepted_counts_after_a_restart(tmp_path: Path, is
     submit(2, 1)
     assert desk.service.reports[-1].stale == (2,)
     first, second, late, third = (replica["layer.w"] for replica in replicas)
-    expected = (second + first + (late - start["layer.w"]) * 2**-0.5 + third) / 3
-    assert torch.allclose(desk.service.ledger_of("block0").master["layer.w"], expected, atol=1e-6)
+    weight = 2**-0.5
+    expected = (second + weight * (first + late - start["layer.w"]) + third) / (2 + weight)
+    # The weight is rounded to 1/1024.
+    assert torch.allclose(desk.service.ledger_of("block0").master["layer.w"], expected, atol=0.01)
     names = sorted(path.name for path in tmp_path.glob("block0-*"))
     assert names == ["block0-0.safetensors", "block0-1.safetensors", "block0-2.safetensors"]
     assert not list((tmp_path / "updates").iterdir())
@@ -190,6 +192,39 @@ def test_scenario_33_interrupted_write_leaves_the_previous_state(
     whole.close()
 
 
+@pytest.mark.parametrize(("owner", "name"), [(storage_module, "save_file"), (Path, "write_text")])
+def test_close_that_could_not_be_written_stops_the_run_until_it_is_and_loses_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, owner: Any, name: str
+) -> None:
+    def fail(*_: object) -> None:
+        raise OSError("no space left")
+
+    desk, whole = (founded(tmp_path / folder, interface_every=2) for folder in ("full", "whole"))
+    sends = [*((w, "interface") for w in range(NUM_WORKERS)), (0, "block0")]
+    for worker_id, entry in sends[:3]:
+        send(desk, worker_id, entry)
+    monkeypatch.setattr(owner, name, fail)
+    with pytest.raises(OSError, match="no space left"):
+        send(desk, *sends[3])  # closes the interface's round
+    with pytest.raises(OSError, match="no space left"):
+        desk.advance(1000.0)  # long after the deadline of the blocks' rounds
+    assert (desk.service.versions, desk.next_event()) == ({"block0": 0, "block1": 0, "interface": 1}, None)
+    monkeypatch.undo()
+    send(desk, *sends[4])
+    for worker_id, entry in sends:
+        send(whole, worker_id, entry)
+    assert not desk.service.ledger_of("interface").is_open  # nobody has answered its new version
+    assert list(desk.service.reports) == list(whole.service.reports)
+    assert desk.service.accepted_tokens == whole.service.accepted_tokens == {"interface": 160}
+    desk.close()
+    again = resumed(tmp_path / "full")
+    assert again.service.versions == {"block0": 0, "block1": 0, "interface": 1}
+    assert same(masters_of(again)["interface"], masters_of(whole)["interface"])
+    assert again.service.accepted_tokens == {"interface": 160}
+    for open_desk in (again, whole):
+        open_desk.close()
+
+
 def test_scenario_33_second_writer_is_refused_with_the_pid_of_the_first(tmp_path: Path) -> None:
     first = Storage(tmp_path)
     with pytest.raises(StateError, match=r"only one coordinator may use a state folder; got folder=.*, pid=\d+"):
@@ -200,20 +235,19 @@ def test_scenario_33_second_writer_is_refused_with_the_pid_of_the_first(tmp_path
 
 
 @pytest.mark.parametrize(
-    ("identity", "message"),
+    ("asked", "message"),
     [
-        ({"num_blocks": 3}, "num_blocks: here=3, there=2"),
-        ({"layout": "other", "sync_every": 5}, "layout: here='other', there='mine'"),
+        ({"sync_every": 6}, "got sync_every: here=5, there=6;"),
+        ({"identity": {"layout": "other"}}, "got layout: here='mine', there='other';"),
     ],
 )
 def test_scenario_34_state_of_another_model_is_refused_with_the_fields_named(
-    tmp_path: Path, identity: dict[str, Any], message: str
+    tmp_path: Path, asked: dict[str, Any], message: str
 ) -> None:
     founded(tmp_path, identity={"layout": "mine"}).close()
-    desk = Desk(RUN, TOKEN, Storage(tmp_path))
-    with pytest.raises(CheckpointMismatchError, match=message):
-        desk.resume(0.0, identity)
-    assert not desk.is_founded
+    desk = resumed(tmp_path)
+    with pytest.raises(RequestRefusedError, match=message):
+        desk.found(make_terms(2, **asked), make_masters(2), 0.0)
     desk.close()
 
 

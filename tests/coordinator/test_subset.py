@@ -303,14 +303,14 @@ def test_found_with_masters_of_another_part_is_refused(serves: Any, entries: Any
     desk, masters = Desk(RUN, TOKEN, serves=serves), {**make_masters(3)}
     with pytest.raises(ValueError, match=message):
         desk.found(make_terms(2), {entry: masters[entry] for entry in entries}, 0.0)
-    assert not desk.is_founded
+    assert desk.status(0.0)["phase"] == "empty"
 
 
 def test_found_without_an_interface_is_taken_by_the_coordinator_that_would_merge_it() -> None:
     desk = Desk(RUN, TOKEN, serves=OWNER)
     assert desk.status(0.0)["serves"] == ["block0", "interface"]
     assert desk.found(make_terms(2), {"block0": make_masters()["block0"]}, 0.0)
-    assert desk.service.join(WorkerFacts(), None, 0.0).has_interface is False
+    assert desk.service.join(WorkerFacts(), None, 0.0).versions == {"block0": 0}
     assert desk.status(0.0)["serves"] == ["block0", "interface"]
 
 
@@ -343,7 +343,7 @@ def test_state_of_another_part_is_refused_with_both_named(tmp_path: Path, serves
     again = Desk(RUN, TOKEN, Storage(tmp_path), serves=serves)
     with pytest.raises(CheckpointMismatchError, match=r"stored=\['block1'\], served here=\['block0'"):
         again.resume(0.0)
-    assert not again.is_founded
+    assert again.status(0.0)["phase"] == "empty"
     again.close()
 
 

@@ -23,7 +23,7 @@ def test_stale_weight_falls_with_the_square_root_of_the_age() -> None:
 
 
 @pytest.mark.parametrize("staleness", [1, 2])
-def test_stale_delta_is_moved_onto_the_master_scaled_and_counts_as_one(staleness: int) -> None:
+def test_stale_delta_is_moved_onto_the_master_and_counts_with_its_weight(staleness: int) -> None:
     ledger = make_ledger(STALE)
     late = one(ledger, 8.0)
     for _ in range(staleness):
@@ -36,12 +36,14 @@ def test_stale_delta_is_moved_onto_the_master_scaled_and_counts_as_one(staleness
     ledger.submit(update_of(0, staleness, one(ledger, 2.0)), 2.0)
     report = close(ledger, 10.0)
     assert (report.accepted, report.stale, report.missing, report.accepted_tokens) == ((0,), (1,), (1,), 200)
-    expected = master["w"] + (2.0 + 8.0 * stale_weight(staleness)) / 2
-    assert torch.allclose(ledger.master["w"], expected, atol=1e-6)
+    weight = stale_weight(staleness)
+    expected = master["w"] + (2.0 + 8.0 * weight) / (1.0 + weight)
+    # The weight is rounded to 1/1024, and the difference of the two deltas is 6.
+    assert torch.allclose(ledger.master["w"], expected, atol=6 / 1024)
     assert int(ledger.master["n"]) == 4
 
 
-def test_stale_work_alone_makes_a_shorter_step() -> None:
+def test_stale_work_alone_makes_a_whole_step() -> None:
     ledger = make_ledger(STALE)
     late = one(ledger, 4.0)
     run_round(ledger, {0: one(ledger, 0.0)})
@@ -50,7 +52,7 @@ def test_stale_work_alone_makes_a_shorter_step() -> None:
     ledger.submit(update_of(1, 0, late), 1.0)
     report = close(ledger, 10.0)
     assert (report.accepted, report.stale, report.participation, report.merged) == ((), (1,), 0.0, True)
-    assert torch.allclose(ledger.master["w"], before + 4.0 * 0.5**0.5)
+    assert torch.allclose(ledger.master["w"], before + 4.0)
 
 
 def test_late_and_fresh_update_of_one_worker_both_count_once() -> None:
@@ -92,7 +94,7 @@ def test_stale_update_is_clipped_by_its_own_base() -> None:
     ledger.open([0], now=0.0)
     ledger.submit(update_of(1, 0, late), 0.0)
     close(ledger, 10.0)
-    assert torch.linalg.vector_norm(ledger.master["w"] - before) == pytest.approx(0.5**0.5, rel=1e-4)
+    assert torch.linalg.vector_norm(ledger.master["w"] - before) == pytest.approx(1.0, rel=1e-4)
 
 
 def test_stale_state_survives_a_reload() -> None:
@@ -117,14 +119,30 @@ def test_drop_keeps_no_earlier_master() -> None:
     assert ledger.state_dict()["bases"] == []
 
 
+def test_late_and_fresh_update_of_one_worker_are_one_replica_for_the_least_number() -> None:
+    ledger = make_ledger(RoundRules(deadline_s=10.0, late="stale_weighted", min_replicas=2))
+    run_round(ledger, {0: make_params(0), 1: make_params(1)})
+    before = ledger.master
+    ledger.open([0, 2], now=0.0)
+    for base in (0, 1):
+        assert ledger.submit(update_of(2, base, one(ledger, 1.0)), 1.0).verdict is Verdict.ACCEPTED
+    report = close(ledger, 10.0)
+    assert report.note == "nothing merged: 1 accepted, 2 needed"
+    assert same(ledger.master, before)
+
+
 @pytest.mark.parametrize(
     ("change", "rule"),
     [
+        ({"late": "stale_weighted", "merge": "trimmed_mean"}, "late must be 'drop' with merge='trimmed_mean'"),
         ({"late": "keep"}, "late must be known"),
         ({"max_staleness": 0}, "max_staleness must be an int from 1 to 16"),
         ({"max_staleness": 17}, "max_staleness must be an int from 1 to 16"),
         ({"deadline_quantile": 0.0}, "deadline_quantile must be above 0 and at most 1"),
         ({"deadline_quantile": math.nan}, "deadline_quantile must be above 0 and at most 1"),
+        ({"deadline_quantile": "x"}, "deadline_quantile must be above 0 and at most 1; got deadline_quantile='x'"),
+        ({"clip_norm": "x"}, "clip_norm must be finite and above 0; got clip_norm='x'"),
+        ({"trim_frac": "x"}, "trim_frac must be between 0 and 0.5"),
     ],
 )
 def test_rules_out_of_range_are_refused(change: dict[str, object], rule: str) -> None:

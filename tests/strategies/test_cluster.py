@@ -1,11 +1,13 @@
 """Which rank of a job a process is, from faked environments of torchrun and SLURM, and how ranks leave texts."""
 
 import threading
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from lightning.fabric.plugins.environments import LightningEnvironment, SLURMEnvironment, TorchElasticEnvironment
 from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning_utilities.core.rank_zero import rank_zero_only
 from torch import distributed
 
@@ -237,8 +239,12 @@ def test_job_resumes_on_every_rank_from_what_rank_0_chose(monkeypatch: pytest.Mo
     store = distributed.HashStore()
     monkeypatch.setattr(cluster, "_open_store", lambda *_: store)
     first, other = (Job(place_of(rank, 2), 0, 5.0) for rank in range(2))
-    assert first.agreed_checkpoint(lambda: "run/last.ckpt") == "run/last.ckpt"
-    assert other.agreed_checkpoint(lambda: pytest.fail("rank 0 alone looks")) == "run/last.ckpt"
+    trainer: Any = SimpleNamespace(received_sigterm=True)
+    with pytest.raises(SIGTERMException):
+        other.agreed_checkpoint(trainer, lambda: None)
+    trainer.received_sigterm = False
+    assert first.agreed_checkpoint(trainer, lambda: "run/last.ckpt") == "run/last.ckpt"
+    assert other.agreed_checkpoint(trainer, lambda: pytest.fail("rank 0 alone looks")) == "run/last.ckpt"
     first.tell(Address("http://h:1", "run", "secret"), {"states": None})
     assert other.told(nothing) == (Address("http://h:1", "run", "secret"), {"states": None})
     first.tell_results([{"best_model_path": "run/best.ckpt"}])

@@ -4,11 +4,13 @@ from typing import Any
 
 import pytest
 import torch
+from torch import distributed
 
 from lightning_blocktrain.errors import RequestRefusedError, RunEndedError, RunFailedError, TransportError
 from lightning_blocktrain.partition import partition as cut
 from lightning_blocktrain.rounds import INTERFACE, RoundRules, Verdict
 from lightning_blocktrain.strategies.block_guard import declared_layout
+from lightning_blocktrain.strategies.process_groups import ProcessGroups
 from lightning_blocktrain.strategies.simulated_run import SimulatedRun
 from lightning_blocktrain.strategies.worker_run import WorkerRun, masters_of
 from lightning_blocktrain.transport import Submission, WorkerFacts
@@ -253,6 +255,27 @@ def test_collective_run_wait_ends_when_a_look_up_raises() -> None:
 
         results = opened.all(act)
     assert [type(result) for result in results[:2]] == [Signalled, Signalled]
+
+
+def test_collective_run_beginning_ends_when_a_look_up_raises_though_a_rank_never_comes() -> None:
+    class Signalled(Exception):
+        pass
+
+    def look_up() -> None:
+        raise Signalled
+
+    groups = ProcessGroups(distributed.HashStore(), 0, torch.device("cpu"), 2.0, look_up)
+    with pytest.raises(Signalled):
+        groups.open("world", [0, 1])
+    groups.close()
+
+
+def test_process_group_without_a_member_is_an_error_when_its_time_is_up() -> None:
+    looks: list[int] = []
+    groups = ProcessGroups(distributed.HashStore(), 0, torch.device("cpu"), 0.2, lambda: looks.append(1))
+    with pytest.raises(TransportError, match=r"all ranks of group 'world' \[0, 1\] must take part"):
+        groups.open("world", [0, 1])
+    assert looks
 
 
 def test_collective_line_knows_the_verdict_of_every_rank() -> None:

@@ -19,7 +19,9 @@ from lightning_blocktrain.coordinator.desk import Desk
 from lightning_blocktrain.strategies import launcher, passed_fits
 from lightning_blocktrain.strategies.launcher import Fleet, again, threads_for
 from lightning_blocktrain.strategies.place import find_place
-from tests.transport.lines import RUN, TOKEN, served
+from lightning_blocktrain.transport import WorkerFacts
+from lightning_blocktrain.transport.http import HttpTransport
+from tests.transport.lines import RUN, TOKEN, make_masters, make_terms, served
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = Path(__file__).with_name("fleet_script.py")
@@ -176,6 +178,26 @@ def test_processes_that_join_by_url_found_the_run_and_train_it_to_its_end(tmp_pa
     assert service.versions["block0"] == service.versions["block1"] >= 4
     assert service.roster.live == ()
     assert not (tmp_path / "lightning_logs").exists()  # both are headless
+
+
+@pytest.mark.slow
+def test_coordinator_of_a_fleet_outlasts_its_run_until_the_fleet_ends() -> None:
+    fleet = Fleet()
+    try:
+        address = fleet.start_coordinator()
+        [process] = [p for p in psutil.Process().children() if "coordinator_main" in " ".join(p.cmdline())]
+        with HttpTransport(address.url, address.run_id, address.token, reconnect_timeout_s=5.0) as line:
+            line.found(make_terms(1, num_workers=1), make_masters(1, interface=False))
+            line.join(WorkerFacts(0))
+            line.stop("rank 0 validates")
+            line.leave()  # as good as silent: nobody is awaited any more
+            with pytest.raises(psutil.TimeoutExpired):
+                process.wait(2.0)  # who would end by itself looks ten times a second whether it may
+            assert line.status()["phase"] == "stopped"
+        assert fleet.newly_dead() == {}
+    finally:
+        fleet.end()
+    assert not process.is_running()
 
 
 def test_again_is_the_command_this_process_was_started_with(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,6 +14,8 @@ from lightning_blocktrain.partition import partition as cut
 from lightning_blocktrain.rounds import INTERFACE, OuterSGD
 from lightning_blocktrain.strategies import block_checkpoint
 from lightning_blocktrain.strategies.block_guard import declared_layout
+from lightning_blocktrain.strategies.member import Member, MemberSettings
+from lightning_blocktrain.strategies.place import find_place
 from lightning_blocktrain.strategies.run_parts import RunParts, warn_of_fresh_starts
 from lightning_blocktrain.strategies.simulated_run import SimulatedRun
 from lightning_blocktrain.strategies.state_files import WorkerFiles, kept_versions, state_folder, worker_folder
@@ -27,6 +29,7 @@ from tests.strategies.test_worker_run import (
     SEED,
     SYNC_EVERY,
     Clock,
+    OnFrozenPrefix,
     ThreeBlocks,
     batches,
     learn,
@@ -41,9 +44,15 @@ DATA = list(batches(NUM_WORKERS * SYNC_EVERY * NUM_ROUNDS))
 class Run:
     """Rank 0 and five workers, with a coordinator that keeps its state in the folder of the run."""
 
-    def __init__(self, folder: Path, interface_every: int, checkpoint: Mapping[str, Any] | None = None) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        interface_every: int,
+        checkpoint: Mapping[str, Any] | None = None,
+        make: type[ThreeBlocks] = ThreeBlocks,
+    ) -> None:
         worker_folder(folder).mkdir(parents=True)
-        self.modules = [seeded(ThreeBlocks) for _ in range(NUM_WORKERS)]
+        self.modules = [seeded(make) for _ in range(NUM_WORKERS)]
         self.terms: RunTerms = terms(NUM_WORKERS, interface_every=interface_every, max_rounds=NUM_ROUNDS)
         self.cuts = [cut(module, declared_layout(module), BLOCKS) for module in self.modules]
         self.optimizers = [torch.optim.AdamW(module.parameters(), lr=0.05) for module in self.modules]
@@ -164,6 +173,56 @@ def test_parts_stay_what_they_were_while_the_others_go_on(tmp_path: Path) -> Non
     for key in workers[0]:
         states = [kept[key]["optimizer"]["embed.weight"]["exp_avg"] for kept in workers]
         assert torch.equal(*states)
+    run.close()
+
+
+def checkpoint_after_the_end(run: Run) -> Mapping[str, Any]:
+    """Return rank 0's state as its strategy gives it to a callback that saves when training has ended."""
+    member = Member(settings(), MemberSettings(), find_place(None, NUM_WORKERS), 0)
+    member._line, member._run, member._parts = run.lines[0], run.runs[0], run.parts
+    member.end()
+    return member.complete(run.runs[0].state_dict())
+
+
+@pytest.mark.parametrize("make", [ThreeBlocks, OnFrozenPrefix])
+@pytest.mark.parametrize("saved_before", [False, True])
+def test_parts_of_the_last_round_are_those_of_its_end_though_another_block_closed_it_first(
+    tmp_path: Path, saved_before: bool, make: type[ThreeBlocks]
+) -> None:
+    run, last_round, slow = Run(tmp_path / "run", 2, make=make), NUM_ROUNDS - 1, (0, 2, 3, 5)
+    run.train_rounds(0, last_round - 1)
+    if saved_before:
+        run.checkpoint()
+    for worker_id in range(NUM_WORKERS):
+        run.train(worker_id, last_round - 1)
+    for worker_id in (1, 4):
+        run.runs[worker_id].take_round()
+        run.train(worker_id, last_round)
+    for worker_id in slow:
+        run.runs[worker_id].take_round()
+    assert (run.runs[0].version, run.runs[0].versions["block1"]) == (last_round, NUM_ROUNDS)
+    for worker_id in slow:
+        run.train(worker_id, last_round)
+    for worker_id in (1, 2, 3, 4, 5, 0):
+        run.runs[worker_id].take_round()
+    assert run.runs[0].ended  # there was nothing newer of block 1
+    assert run.runs[2].ended is (make is OnFrozenPrefix)  # which looks at block 1 too
+    parts = checkpoint_after_the_end(run) if saved_before else run.checkpoint()[block_checkpoint.MEMBER_KEY]
+    assert parts["coordinator"]["version"] == NUM_ROUNDS
+    steps = {key: int(kept["optimizer"]["embed.weight"]["step"]) for key, kept in parts["workers"].items()}
+    assert len(steps) == NUM_WORKERS and set(steps.values()) == {NUM_ROUNDS * SYNC_EVERY}
+    run.close()
+
+
+def test_parts_that_are_held_of_another_version_are_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    run = Run(tmp_path / "run", 1)
+    run.train_rounds(0, 1)
+    assert len(run.checkpoint()[block_checkpoint.MEMBER_KEY]["workers"]) == NUM_WORKERS
+    run.train_rounds(1, 2)
+    state = run.parts.complete(run.runs[0].state_dict())  # nobody has settled on this version
+    assert list(state["workers"]) == ["block0/replica0"]
+    assert "coordinator" not in state
+    assert "checkpoints of version 2 hold no state of the other processes" in caplog.text
     run.close()
 
 

@@ -12,9 +12,9 @@ from lightning_blocktrain.errors import SupersededError, TransportError
 from lightning_blocktrain.partition import partition as cut
 from lightning_blocktrain.rounds import INTERFACE, OuterSGD, RoundRules, Verdict
 from lightning_blocktrain.rounds.codecs import Codec
+from lightning_blocktrain.rounds.history import ARRIVAL_MIN_HISTORY
 from lightning_blocktrain.strategies import worker_run
 from lightning_blocktrain.strategies.block_guard import declared_layout
-from lightning_blocktrain.strategies.pace import Pace
 from lightning_blocktrain.strategies.simulated_run import RunSettings, SimulatedRun
 from lightning_blocktrain.strategies.worker_run import WorkerRun, masters_of
 from lightning_blocktrain.transport import RunTerms, WorkerFacts
@@ -98,7 +98,8 @@ class Fleet:
             line = MemoryTransport(self.hub, "run", "token")
             welcome = line.join(WorkerFacts(worker_id, block_of[worker_id]))
             parts = cut(module, declared_layout(module), BLOCKS)
-            run = WorkerRun(module, parts, settings(), worker_id, welcome.block_idx, SEED, assembles=worker_id == 0)
+            leads = worker_id == 0
+            run = WorkerRun(module, parts, settings(), worker_id, welcome.block_idx, SEED, leads, clock=self.clock)
             run.begin(line, welcome, look_up)
             self.optimizers.append(torch.optim.AdamW(module.parameters(), lr=0.05))
             self.runs.append(run)
@@ -245,8 +246,6 @@ def test_worker_run_short_of_time_sends_the_steps_it_has() -> None:
     fleet = Fleet([0, 1, 2], local_steps="until_deadline")
     for run in fleet.runs:
         run.settings = settings(sync_every=100)
-        run._pace = Pace("until_deadline", RULES.deadline_s, fleet.clock)
-        run._pace.begin()
     slow, data = fleet.runs[1], batches(6)
     for other in (0, 2):
         fleet.step(other, next(data))
@@ -254,10 +253,33 @@ def test_worker_run_short_of_time_sends_the_steps_it_has() -> None:
     for passed_s in (20.0, 20.0):
         fleet.step(1, next(data))
         fleet.clock.now += passed_s
-    assert slow._pace.is_time_to_send(slow.steps_in_round)  # 20 s a step, and 10 s are left
+    assert slow.pace.is_time_to_send(slow.steps_in_round)  # 20 s a step, and 10 s are left
     slow.send_round()
     reports = {report.entry: report for report in fleet.hub.desk.service.reports}
     assert (reports["block1"].accepted, reports["block1"].accepted_steps) == ((1,), 2)
+
+
+def test_worker_run_knows_how_long_its_round_lasts() -> None:
+    rules = RoundRules(deadline_s=50.0, deadline_quantile=1.0)
+    fleet = Fleet([0, 1, 2], local_steps="until_deadline", rules=rules)
+    data = batches(100)
+
+    def run_round() -> None:
+        for w in range(3):
+            fleet.step(w, next(data))
+        fleet.clock.now += 4.0
+        for run in fleet.runs:
+            run.send_round()
+        for run in fleet.runs:
+            run.take_round()
+
+    for _ in range(ARRIVAL_MIN_HISTORY):
+        assert not fleet.runs[1].pace.is_time_to_send(1)
+        run_round()
+    fleet.clock.now += 2.4  # a second step would end after 4.8 s of 5.0, which is 1.25 times the usual 4
+    assert not fleet.runs[1].pace.is_time_to_send(1)
+    fleet.clock.now += 0.2
+    assert fleet.runs[1].pace.is_time_to_send(1)
 
 
 @pytest.mark.parametrize(("verdict", "owed"), [(Verdict.ACCEPTED, True), (Verdict.LATE, False)])

@@ -20,7 +20,7 @@ from lightning_blocktrain.coordinator.desk import Desk
 from lightning_blocktrain.coordinator.probe import MAX_PROBE_BYTES
 from lightning_blocktrain.coordinator.server import CoordinatorServer, ServerLimits
 from lightning_blocktrain.transport import doctor
-from lightning_blocktrain.transport.doctor import Finding, Patient, examine
+from lightning_blocktrain.transport.doctor import Finding, Target, run_checks
 from tests.coordinator.test_server import AUTH, client_of, founded_desk
 from tests.transport.lines import RUN, TOKEN, Clock, served
 from tests.transport.test_http import make_certificate
@@ -42,7 +42,7 @@ NAMES = [
 def findings(url: str, **changes: Any) -> dict[str, Finding]:
     """Return what the doctor finds, by name; its verdict must agree."""
     found: list[Finding] = []
-    healthy = examine(Patient(**{"url": url, "token": TOKEN, "run_id": RUN, **changes}), found.append)
+    healthy = run_checks(Target(**{"url": url, "token": TOKEN, "run_id": RUN, **changes}), found.append)
     assert healthy == all(finding.level != "fail" for finding in found)
     assert not any(TOKEN in finding.text for finding in found)
     return {finding.name: finding for finding in found}
@@ -79,7 +79,26 @@ def test_command_prints_a_line_for_each_and_returns_whether_any_failed(
     assert f"fail run          this is run {RUN}, a worker here would ask for another" in capsys.readouterr().out
 
 
-def test_wrong_and_missing_token_fail_and_end_the_examination(server: CoordinatorServer) -> None:
+def test_command_checks_every_coordinator_of_a_run_as_workers_are_told_them(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("BLOCKTRAIN_TOKEN", TOKEN)
+    monkeypatch.setenv("BLOCKTRAIN_RUN_ID", RUN)
+    with served(founded_desk(), Clock()) as first, served(founded_desk(), Clock()) as second:
+        urls = [first.url, second.url]
+        monkeypatch.setenv("BLOCKTRAIN_COORDINATOR", ", ".join(urls))
+        assert main(["doctor"]) == 0
+        lines = capsys.readouterr().out.splitlines()
+        assert [line if line in urls else line[5:18].strip() for line in lines] == [urls[0], *NAMES, urls[1], *NAMES]
+        second.desk.service.stop("no luck", failed=True)
+        for order in (urls, urls[::-1]):
+            assert main(["doctor", ",".join(order)]) == 1  # though the other is well
+        assert capsys.readouterr().out.count("failed: no luck") == 2
+        assert main(["doctor", f"{urls[0]},a:1"]) == 2
+        assert "url must be http://host:port" in capsys.readouterr().err
+
+
+def test_wrong_and_missing_token_fail_and_end_the_checks(server: CoordinatorServer) -> None:
     for token, text in (("wrong", "does not take this token"), ("", "export BLOCKTRAIN_TOKEN")):
         found = findings(server.url, token=token)
         assert list(found)[-1] == "coordinator" and levels(found) == {"coordinator": "fail"}
@@ -185,10 +204,10 @@ def test_line_too_slow_for_the_deadline_is_a_warning() -> None:
 def test_proxy_and_address_translation_are_told_apart(
     server: CoordinatorServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(doctor, "_connect", lambda patient: asyncio.sleep(0, ("connected", "10.9.8.7")))
+    monkeypatch.setattr(doctor, "_connect", lambda target: asyncio.sleep(0, ("connected", "10.9.8.7")))
     assert "sees 127.0.0.1, not 10.9.8.7 (NAT)" in findings(server.url)["address"].text
     session = doctor._session
-    monkeypatch.setattr(doctor, "_session", lambda patient: _with_header(session(patient)))
+    monkeypatch.setattr(doctor, "_session", lambda target: _with_header(session(target)))
     assert levels(findings(server.url)) == {"address": "warn"}
 
 
@@ -198,7 +217,7 @@ def _with_header(session: Any) -> Any:
 
 
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="the certificates are made with openssl")
-def test_scenario_40_certificate_is_examined(tmp_path: Path) -> None:
+def test_scenario_40_certificate_is_checked(tmp_path: Path) -> None:
     right, wrong = (make_certificate(tmp_path, name) for name in ("right", "wrong"))
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(right)
@@ -213,15 +232,15 @@ def test_scenario_40_certificate_is_examined(tmp_path: Path) -> None:
 
 
 def test_plain_http_beyond_this_machine_is_a_warning() -> None:
-    finding = asyncio.run(doctor._examine_tls(Patient("http://192.0.2.1:1", TOKEN, RUN)))
+    finding = asyncio.run(doctor._check_tls(Target("http://192.0.2.1:1", TOKEN, RUN)))
     assert finding.level == "warn" and "can be read and changed" in finding.text
 
 
 @pytest.mark.parametrize("seconds", [0.0, -1.0, float("inf"), float("nan")])
 def test_time_limit_must_be_finite(seconds: float) -> None:
     with pytest.raises(ValueError, match="timeout_s must be finite"):
-        Patient("http://a:1", TOKEN, RUN, timeout_s=seconds)
-    assert TOKEN not in repr(Patient("http://a:1", TOKEN, RUN))
+        Target("http://a:1", TOKEN, RUN, timeout_s=seconds)
+    assert TOKEN not in repr(Target("http://a:1", TOKEN, RUN))
 
 
 # The coordinator's side

@@ -4,7 +4,8 @@ from typing import Any
 import pytest
 
 from lightning_blocktrain.rounds import OuterSGD, RoundRules
-from lightning_blocktrain.transport.terms import RunTerms, identity_differences
+from lightning_blocktrain.rounds.codecs import Codec
+from lightning_blocktrain.transport.terms import RunTerms, differing_terms, identity_differences
 
 RULES = RoundRules(deadline_s=40.0)
 
@@ -100,3 +101,14 @@ def test_silence_is_noticed_before_the_deadline_and_after_several_beats(
 
 def test_identity_differences_compares_the_names_of_both() -> None:
     assert identity_differences({"a": 1, "b": 2, "c": 3}, {"b": 2, "c": 4, "d": 5}) == ["c: here=3, there=4"]
+
+
+def test_differing_terms_names_what_a_joining_worker_asked_for_in_vain() -> None:
+    run = terms(codec=Codec("int8"), rules=RoundRules(deadline_s=9.0, clip_norm=2.0), max_rounds=5)
+    own = terms(rules=RoundRules(deadline_s=9.0), outer=OuterSGD(momentum=0.5))
+    assert differing_terms(own, run) == [
+        "clip_norm: here=None, there=2.0",
+        "codec: here={'codec': 'fp32'}, there={'codec': 'int8', 'block': '256'}",
+        "outer_optimizer.momentum: here=0.5, there=0.0",
+    ]
+    assert differing_terms(run, run) == []
