@@ -78,7 +78,8 @@ class BlockTrainStrategy(RoundCounters, SingleDeviceStrategy):
         num_blocks: B; None: the module's own number, else the largest divisor of its layers up to 4.
         replicas: Workers per block.
         sync_every: Inner steps per round.
-        deadline_s: Seconds (virtual with ``devices=1``) after which a round closes without the updates that are still under way.
+        deadline_s: Seconds (virtual with ``devices=1``) after which a round closes without the updates that are still
+            under way.
         network: ``lockstep``, ``mild`` (90 % of the updates in time), ``wan`` (42 %), ``harsh`` (10 %), ``offline``
             (none), or a ``NetworkModel`` with one link per worker.
         outer_optimizer: What turns the merged replicas into the next master; None: their plain mean.
