@@ -52,6 +52,8 @@ def test_keep_heap_holds_a_freed_block_for_the_next_one(mode: str, keeps: bool) 
 
 
 def test_heap_settings_are_nothing_where_the_library_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ctypes, "CDLL", lambda name: object())
+    asked: list[object] = []
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: asked.append(name) or object())
     heap.trim_heap()
     heap.keep_heap(MIB)
+    assert asked == [None, None]

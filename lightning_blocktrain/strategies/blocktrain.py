@@ -122,6 +122,16 @@ class BlockTrainStrategy(RoundCounters, SingleDeviceStrategy):
     """
 
     strategy_name = "blocktrain"
+    num_nodes = 1
+    node_rank = 0
+    cluster_environment: ClusterEnvironment | None = None
+    _layer_sync: object | None = None
+    _partition: Partition | None = None
+    _run: SimulatedRun | WorkerRun | None = None
+    _guard: BlockGuard | None = None
+    _acting: Worker | None = None
+    _batch_counted = False
+    _last_state: dict[str, Any] | None = None
 
     def __init__(
         self,
@@ -159,9 +169,6 @@ class BlockTrainStrategy(RoundCounters, SingleDeviceStrategy):
         )
         if num_blocks is not None:
             refuse_no_count("num_blocks", num_blocks)
-        if not isinstance(deadline_s, int | float):
-            got = f"deadline_s={deadline_s!r}"
-            raise ValueError(explain("deadline_s must be a number of seconds", got, "the usual value is 60"))
         rules = RoundRules(
             deadline_s=deadline_s,
             min_replicas=min_replicas,
@@ -185,19 +192,9 @@ class BlockTrainStrategy(RoundCounters, SingleDeviceStrategy):
         self._coordinator = coordinator
         self._exchange = exchange
         self.parallel_devices: list[torch.device] = []
-        self.num_nodes = 1
-        self.node_rank = 0
-        self.cluster_environment: ClusterEnvironment | None = None
-        self._layer_sync: object | None = None
-        self._partition: Partition | None = None
-        self._run: SimulatedRun | WorkerRun | None = None
-        self._guard: BlockGuard | None = None
-        self._acting: Worker | None = None
-        self._batch_counted = False
         self._process_streams: list[Tensor] = []
         self._loaders: list[WorkerBatchLoader] = []
         self._loader_states: list[dict[str, Any]] = []
-        self._last_state: dict[str, Any] | None = None
 
     # What Lightning asks before it starts.
 

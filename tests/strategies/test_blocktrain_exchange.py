@@ -5,9 +5,13 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+from lightning_utilities.core.rank_zero import rank_zero_only
 
 from lightning_blocktrain import BlockTrainStrategy, Codec
-from tests.strategies.conftest import TwoBlocks, fit, loader, seeded, weights
+from lightning_blocktrain.coordinator.desk import Desk
+from lightning_blocktrain.rounds import OuterSGD
+from tests.strategies.conftest import OneBlock, TwoBlocks, fit, loader, seeded, weights
+from tests.transport.lines import RUN, TOKEN, served
 
 
 def trained(make_trainer: Any, **options: Any) -> tuple[dict[str, torch.Tensor], BlockTrainStrategy]:
@@ -37,6 +41,31 @@ class TestCodecs:
     def test_an_unknown_codec_is_refused_at_construction(self, codec):
         with pytest.raises(ValueError, match="codec"):
             BlockTrainStrategy(codec=codec)
+
+
+class TestTerms:
+    def test_a_run_that_a_worker_founds_has_the_terms_of_its_strategy(self, make_trainer, monkeypatch):
+        monkeypatch.setattr(rank_zero_only, "rank", 0)  # given back afterwards: whoever joins is not rank 0
+        monkeypatch.setenv("BLOCKTRAIN_TOKEN", TOKEN)
+        monkeypatch.setenv("BLOCKTRAIN_RUN_ID", RUN)
+        desk = Desk(RUN, TOKEN)
+        options = {"late": "stale_weighted", "max_staleness": 3, "deadline_quantile": 0.8, "deadline_s": 50.0}
+        with served(desk) as server:
+            strategy = BlockTrainStrategy(
+                sync_every=2,
+                coordinator=server.url,
+                codec=Codec("int8", block=64),
+                local_steps="until_deadline",
+                on_missing_block="fail",
+                outer_optimizer=OuterSGD(0.9, 0.5),
+                **options,
+            )
+            fit(seeded(OneBlock), make_trainer(strategy, max_steps=4))
+            terms = desk.service.terms
+        assert {name: getattr(terms.rules, name) for name in options} == options
+        assert (terms.codec, terms.local_steps) == (Codec("int8", block=64), "until_deadline")
+        assert (terms.on_missing_block, terms.outer, terms.sync_every) == ("fail", OuterSGD(0.9, 0.5), 2)
+        assert desk.service.versions["block0"] == 2
 
 
 class TestLateWork:

@@ -28,7 +28,7 @@ class TestBadInput:
             ({"sync_every": 1.5}, "sync_every must be at least 1, a whole number; got sync_every=1.5"),
             ({"replicas": "two"}, "replicas must be at least 1, a whole number; got replicas='two'"),
             ({"interface_every": True}, "interface_every must be at least 1, a whole number"),
-            ({"deadline_s": "1"}, "deadline_s must be a number of seconds; got deadline_s='1'"),
+            ({"deadline_s": "1"}, "deadline_s must be finite and above 0; got deadline_s='1'"),
             ({"outer_optimizer": "sgd"}, "outer_optimizer must be an OuterSGD; got outer_optimizer='sgd'"),
         ],
     )
