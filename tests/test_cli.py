@@ -214,7 +214,10 @@ trainer:
         (["--model=ByteTransformer", "--trainer.strategy=blocktrian"], "invalid strategy name"),
         (["--model=Nonsense"], "Nonsense"),
         (["--model=ByteTransformer", "--bogus=1"], "--bogus"),
-        (["--model=ByteTransformer", "--model.width=10", "--model.num_heads=3"], "num_heads must divide width"),
+        (
+            ["--model=ByteTransformer", "--model.width=10", "--model.num_heads=3"],
+            "width must be a multiple of 2 * num_heads",
+        ),
     ],
 )
 def test_fit_with_bad_input_is_one_line_and_exit_2(

@@ -21,7 +21,7 @@ from lightning_blocktrain.protocols import BlockLayout
 
 
 class ByteTransformer(ByteModule):
-    """Pre-norm causal Transformer over bytes with learned positions and an untied readout.
+    """Pre-norm causal Transformer over bytes with rotary positions and an untied readout.
 
     Under Lightning's own strategies it learns by backpropagation through all layers. Under ``blocktrain`` block b
     learns next-byte prediction through the shared readout from the features of the blocks before it, which are
@@ -31,7 +31,7 @@ class ByteTransformer(ByteModule):
     Args:
         num_layers: L.
         width: D.
-        num_heads: H, a divisor of D.
+        num_heads: H; D is a multiple of 2 H.
         window_bytes: T, the longest window.
         num_blocks: B, a divisor of L; None: the largest divisor of L up to 4.
         lr: Peak learning rate.
@@ -58,7 +58,6 @@ class ByteTransformer(ByteModule):
         self.num_blocks = default_num_blocks(num_layers) if num_blocks is None else num_blocks
         self.block_slices = block_slices(num_layers, self.num_blocks)
         self.embed = nn.Embedding(VOCABULARY, width)
-        self.position = nn.Parameter(torch.empty(window_bytes, width))
         self.layers = nn.ModuleList(Layer(width, num_heads) for _ in range(num_layers))
         self.readout = Readout(width)
         init_weights(self, num_layers)
@@ -67,10 +66,10 @@ class ByteTransformer(ByteModule):
         """Return the layout: block b reads the frozen features of the blocks before it."""
         return BlockLayout(self.layers, self.readout, num_blocks=self.num_blocks, prefix="frozen")
 
-    def embed_bytes(self, inputs: Tensor, start: int = 0) -> Tensor:
+    def embed_bytes(self, inputs: Tensor) -> Tensor:
         """Return the hidden states before the first layer; (B, T) to (B, T, D)."""
         self.refuse_long_window(inputs)
-        embedded: Tensor = self.embed(inputs) + self.position[start : start + inputs.shape[1]]
+        embedded: Tensor = self.embed(inputs)
         return embedded
 
     @override
@@ -160,7 +159,7 @@ class ByteTransformer(ByteModule):
 
     def _next_logits(self, fresh: list[int], caches: list[KeyValueCache]) -> Tensor:
         """Return the logits after the bytes in ``fresh``, (V,) on the CPU; the caches grow by them."""
-        hidden = self.embed_bytes(torch.tensor([fresh], device=self.position.device), caches[0].length)
+        hidden = self.embed_bytes(torch.tensor([fresh], device=self.device))
         for layer, cache in zip(self.layers, caches, strict=True):
             hidden = layer(hidden, cache)
         logits: Tensor = self.readout(hidden[:, -1:])[0, 0]

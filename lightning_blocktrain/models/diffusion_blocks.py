@@ -72,7 +72,7 @@ class DiffusionBlocks(ByteModule):
         num_layers: L.
         num_blocks: B, a divisor of L; the bands depend on it.
         width: D.
-        num_heads: H, a divisor of D.
+        num_heads: H; D is a multiple of 2 H.
         window_bytes: T, the longest window.
         layer: ``attention``, or ``mlp`` for the paper's MLP block, which sees no other position.
         sigma_min: Lowest noise, > 0.
@@ -126,7 +126,6 @@ class DiffusionBlocks(ByteModule):
         self.p_span = p_span
         self.embed = nn.Embedding(VOCABULARY + 1, width)
         self.norm_context = nn.LayerNorm(width)
-        self.position = nn.Parameter(torch.empty(window_bytes, width))
         self.target_rows = nn.Parameter(torch.empty(VOCABULARY, width))
         self.z_in = nn.Linear(width, width, bias=False)
         self.norm_z = nn.LayerNorm(width)
@@ -162,7 +161,7 @@ class DiffusionBlocks(ByteModule):
         """
         self.refuse_long_window(inputs)
         c = coefficients(sigma[:, None, None])
-        hidden = self.norm_context(self.embed(inputs)) + self.position[: inputs.shape[1]]
+        hidden = self.norm_context(self.embed(inputs))
         # Both streams are normalised: c_in * z has norm sqrt(D) and would drown a freshly initialised embedding.
         hidden = hidden + self.z_gate * self.norm_z(self.z_in(c.c_in * z)) + self.noise_embedding(c.c_noise)
         for layer in self.layers[self.block_slices[block_idx]]:

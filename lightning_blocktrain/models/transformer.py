@@ -1,19 +1,22 @@
-"""Transformer layers for bytes, fast on a CPU: fused qkv, ``scaled_dot_product_attention``, a key-value cache.
+"""Transformer layers for bytes, fast on a CPU: fused qkv, rotary positions, ``scaled_dot_product_attention``, a cache.
 
 Owns layers and readout; knows nothing of losses, noise, blocks or Lightning.
 
 Shapes: ``B`` sequences, ``T`` bytes per window, ``D`` width, ``H`` heads, ``V`` = 256 byte values.
 """
 
+from functools import lru_cache
 from typing import Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention.bias import causal_lower_right
 
 from lightning_blocktrain.errors import explain
 
 VOCABULARY = 256
+ROTARY_BASE = 10_000.0
 LayerKind = Literal["attention", "mlp"]
 
 
@@ -40,16 +43,51 @@ class KeyValueCache:
         self._values[:, :, start : self.length] = values
         return self._keys[:, :, : self.length], self._values[:, :, : self.length]
 
+    def rewind(self, length: int) -> None:
+        """Forget all positions but the first ``length``."""
+        assert 0 <= length <= self.length
+        self.length = length
+
+
+@lru_cache(maxsize=16)
+@torch.inference_mode(False)  # the table of an evaluation serves the training after it
+def rotary_table(length: int, size: int, device: torch.device) -> Tensor:
+    """Return cosines and sines of every position's angles, float32 (2, length, size).
+
+    Args:
+        length: Positions.
+        size: Channels of one head, an even number; channel i turns together with channel ``i + size / 2``.
+        device: Where the table is wanted.
+
+    Source: RoFormer (arXiv 2104.09864).
+    """
+    half = torch.arange(size // 2, dtype=torch.float64) / (size // 2)
+    angles = torch.outer(torch.arange(length, dtype=torch.float64), ROTARY_BASE**-half).repeat(1, 2)
+    return torch.stack([angles.cos(), angles.sin()]).float().to(device)
+
+
+def rotate(x: Tensor, start: int = 0) -> Tensor:
+    """Turn queries or keys (..., T, size) by their positions ``start`` .. ``start + T - 1``.
+
+    Their products then depend on the distance of two positions alone.
+    """
+    T, size = x.shape[-2:]
+    # A power of two, so that a growing text does not fill the table's cache.
+    cos, sin = rotary_table(1 << (start + T - 1).bit_length(), size, x.device)[:, start : start + T].to(x.dtype)
+    left, right = x.chunk(2, dim=-1)
+    turned: Tensor = x * cos + torch.cat([-right, left], dim=-1) * sin
+    return turned
+
 
 class CausalAttention(nn.Module):
-    """Multi-head causal self-attention with one fused projection for queries, keys and values."""
+    """Multi-head causal self-attention with rotary positions and one projection for queries, keys and values."""
 
     def __init__(self, width: int, num_heads: int) -> None:
         super().__init__()
-        if num_heads < 1 or width < 1 or width % num_heads:
+        if num_heads < 1 or width < 1 or width % (2 * num_heads):
             raise ValueError(
                 explain(
-                    "num_heads must divide width",
+                    "width must be a multiple of 2 * num_heads",
                     f"width={width}, num_heads={num_heads}",
                     "use heads of 32 to 64",
                 )
@@ -61,13 +99,20 @@ class CausalAttention(nn.Module):
     def forward(self, x: Tensor, cache: KeyValueCache | None = None) -> Tensor:
         """Attend from each position to itself and those before it; (B, T, D) to (B, T, D).
 
-        With a cache, ``x`` is either the first positions or exactly one new position.
+        With a cache, ``x`` are the positions after those that it holds.
         """
         B, T, D = x.shape
-        q, k, v = self.qkv(x).view(B, T, 3, self.num_heads, D // self.num_heads).permute(2, 0, 3, 1, 4)
+        start = 0 if cache is None else cache.length
+        qkv = self.qkv(x).view(B, T, 3, self.num_heads, D // self.num_heads).permute(2, 0, 3, 1, 4)
+        q, k = rotate(qkv[:2], start)
+        v = qkv[2]
         if cache is not None:
             k, v = cache.append(k, v)
-        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=T > 1)  # (B, H, T, D / H)
+        if start and T > 1:
+            mask = causal_lower_right(T, start + T)
+            mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+        else:
+            mixed = F.scaled_dot_product_attention(q, k, v, is_causal=T > 1)  # (B, H, T, D / H)
         out: Tensor = self.out(mixed.transpose(1, 2).reshape(B, T, D))
         return out
 
@@ -93,7 +138,7 @@ class Layer(nn.Module):
 
     Args:
         width: D.
-        num_heads: H, a divisor of D.
+        num_heads: H; D is a multiple of 2 H.
         kind: ``attention``, or ``mlp`` for a layer that does not look at other positions.
     """
 

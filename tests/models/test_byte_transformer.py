@@ -137,7 +137,7 @@ def test_configure_blocks_declares_the_frozen_prefix() -> None:
         ({"num_blocks": 3}, "num_blocks must divide num_layers; got num_blocks=3, num_layers=4"),
         ({"num_blocks": 0}, "num_blocks must divide num_layers"),
         ({"num_layers": 0, "num_blocks": None}, "the model has no layers"),
-        ({"num_heads": 3}, "num_heads must divide width"),
+        ({"num_heads": 3}, r"width must be a multiple of 2 \* num_heads"),
     ],
 )
 def test_constructor_bad_argument_is_named(options: dict[str, Any], words: str) -> None:

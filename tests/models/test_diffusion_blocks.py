@@ -141,7 +141,7 @@ def test_denoise_preconditions_as_edm_does(sigma: float) -> None:
     inputs, _ = random_batch()
     z = torch.randn(4, T, D)
     total = sigma**2 + SIGMA_DATA**2
-    hidden = model.norm_context(model.embed(inputs)) + model.position
+    hidden = model.norm_context(model.embed(inputs))
     hidden = hidden + model.z_gate * model.norm_z(model.z_in(z / math.sqrt(total)))
     hidden = model.layers[1](hidden + model.noise_embedding(torch.full((4, 1, 1), math.log(sigma) / 4)))
     mixed = sigma * SIGMA_DATA / math.sqrt(total) * hidden + SIGMA_DATA**2 / total * z
@@ -314,7 +314,7 @@ def test_block_losses_hide_inputs_as_asked(p_span: float, record: Any) -> None:
         ({"gamma": -0.1}, "gamma must not be negative; got gamma=-0.1"),
         ({"target_norm": 0.0}, "target_norm must be greater than 0.*got target_norm=0.0"),
         ({"p_span": 1.5}, r"p_span in \[0, 1\]; got .*p_span=1.5"),
-        ({"num_heads": 3}, "num_heads must divide width"),
+        ({"num_heads": 3}, r"width must be a multiple of 2 \* num_heads"),
         ({"layer": "conv"}, "layer must be 'attention' or 'mlp'"),
     ],
 )

@@ -13,6 +13,7 @@ from lightning_blocktrain.models.transformer import (
     gumbel_noise,
     init_weights,
     refuse_generation,
+    rotate,
     sample_bytes,
 )
 
@@ -60,11 +61,28 @@ def test_mlp_layer_changed_position_reaches_only_itself() -> None:
     assert changed.tolist() == [position == 3 for position in range(T)]
 
 
+def turned(x: Tensor) -> Tensor:
+    """Turn each pair of channels (i, i + size / 2) by ``position * 10000 ** (-2 i / size)``, as complex numbers."""
+    half = x.shape[-1] // 2
+    speed = 10_000.0 ** (-torch.arange(half) / half)
+    angles = torch.arange(x.shape[-2])[:, None] * speed
+    pairs = torch.complex(x[..., :half], x[..., half:]) * torch.polar(torch.ones_like(angles), angles)
+    return torch.cat([pairs.real, pairs.imag], dim=-1)
+
+
+def test_rotation_of_positions_makes_products_depend_on_distance_alone() -> None:
+    q, k = torch.randn(1, 8), torch.randn(1, 8)
+    near, far = (rotate(q, start + 3) @ rotate(k, start).T for start in (0, 500))
+    torch.testing.assert_close(near, far, atol=1e-4, rtol=0)
+    assert abs(float(near - rotate(q, 4) @ rotate(k, 0).T)) > 1e-2
+
+
 @torch.no_grad()
 def test_attention_equals_the_explicit_softmax_formula() -> None:
     attention = CausalAttention(D, H)
     x = torch.randn(B, T, D)
     q, k, v = (part.unflatten(-1, (H, D // H)).transpose(1, 2) for part in attention.qkv(x).chunk(3, dim=-1))
+    q, k = turned(q), turned(k)
     scores = q @ k.transpose(-1, -2) / (D // H) ** 0.5
     future = torch.ones(T, T, dtype=torch.bool).triu(1)
     mixed = scores.masked_fill(future, float("-inf")).softmax(-1) @ v
@@ -83,9 +101,23 @@ def test_cached_layers_equal_recomputation(layers: nn.ModuleList, prefill: int) 
     assert [cache.length for cache in caches] == [T, T]
 
 
+@torch.no_grad()
+def test_cached_layers_take_several_positions_at_a_time_and_rewind(layers: nn.ModuleList) -> None:
+    x = torch.randn(B, T, D)
+    caches = [KeyValueCache(T) for _ in layers]
+    first = run(layers, x[:, :2], caches)
+    run(layers, torch.randn(B, T - 2, D), caches)  # taken back
+    for cache in caches:
+        cache.rewind(2)
+    rest = run(layers, x[:, 2:], caches)
+    torch.testing.assert_close(torch.cat([first, rest], dim=1), run(layers, x))
+
+
 @pytest.mark.parametrize("num_heads", [3, 0, -2, 32])
 def test_attention_heads_that_do_not_divide_name_the_rule(num_heads: int) -> None:
-    with pytest.raises(ValueError, match=f"num_heads must divide width; got width=16, num_heads={num_heads}"):
+    with pytest.raises(
+        ValueError, match=f"width must be a multiple of 2 \\* num_heads; got width=16, num_heads={num_heads}"
+    ):
         CausalAttention(D, num_heads)
 
 
