@@ -45,6 +45,10 @@ METHODS: dict[str, dict[str, Any] | None] = {
     "bp_micro2": {"method": "bp", "micro_batches": 2},
     "rgc_micro2": {"method": "rgc", "micro_batches": 2},
     "rgc_depth": {"method": "rgc", "consensus_weights": "depth"},
+    "rgc_final": {"method": "rgc", "consensus_weights": "final"},
+    "rgc_next": {"method": "rgc", "credit": "next_stage"},
+    "rgc_next_auto": {"method": "rgc", "credit": "next_stage", "stage_split": "auto"},
+    "rgc_next_processes": {"method": "rgc", "credit": "next_stage", "backend": "processes"},
 }
 """Per arm, the options of ``BoundedHorizonStrategy``; None: Lightning's default strategy."""
 

@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.table import Table
 
 from lightning_blocktrain import BlockTrainStrategy, ByteDataModule, ByteTransformer, Codec, RoundMonitor
-from lightning_blocktrain.demo.arms import mean_nats, spaced_batches
+from lightning_blocktrain.demo.arms import mean_exit_nats, spaced_batches
 
 CODECS: dict[str, dict[str, Any]] = {
     "fp32": {},
@@ -95,7 +95,7 @@ def run(name: str, shape: Shape, data: ByteDataModule, seed: int) -> dict[str, A
     trainer.fit(module, datamodule=data)
     data.setup("fit")
     subset = spaced_batches(data.val_dataloader().dataset, shape.test_windows, 16)
-    nats, num_bytes = mean_nats(module.eval(), [subset[idx] for idx in range(len(subset))])
+    nats, num_bytes = mean_exit_nats(module.eval(), [subset[idx] for idx in range(len(subset))])
     totals = monitor.summary()
     return {
         "arm": name,

@@ -39,7 +39,7 @@ from lightning_blocktrain.demo.arms import (
     diffusion_blocks,
     fit_trainer,
     fresh_logger,
-    mean_nats,
+    mean_exit_nats,
     spaced_batches,
 )
 from lightning_blocktrain.demo.recipe import BUDGETS, Recipe
@@ -122,8 +122,8 @@ def evaluate(module: Model, loader: Any, num_windows: int, batch_size: int, seed
     if isinstance(module, DiffusionBlocks):
         report = evaluate_sweep(module, batches, num_draws=NUM_DRAWS, seed=seed)
         return {"ce": report.sweep_ce_k1, "sweep": asdict(report)}
-    ce, num_bytes = mean_nats(module.eval(), batches)
-    return {"ce": ce, "num_bytes": num_bytes}
+    exits, num_bytes = mean_exit_nats(module.eval(), batches)
+    return {"ce": exits[-1], "num_bytes": num_bytes}
 
 
 def print_table(rows: list[dict[str, Any]]) -> None:

@@ -8,12 +8,16 @@ Every arm runs in processes of its own, with the same batch and window; a thread
   per parameter (weights, gradients, AdamW) is A: activations, and whatever a process needs to train at all.
 * ``whole``: a causal model of all layers under Lightning's default strategy.
 * ``workers``: a denoising model of all layers under ``blocktrain`` with one process per block.
+* ``prefix``: a causal model of all layers under ``blocktrain``, whose blocks read the frozen blocks before them; of it
+  the last block's worker counts, which reads most.
 
 The target of a worker that is not rank 0 is that its peak is above its base by at most 1.1 times
-(16 + 4 + 4 with a lossy codec) bytes per parameter of its block and the interface, plus A. Base is what the process has
-after imports and data set-up. 16 bytes are as above, 4 the base copy, 4 the error feedback. Rank 0 assembles the model
-and is shown apart. PSS counts a page of a library in parts when processes share it, so it moves when another one
-ends; USS, the pages that no other process has, is printed as a check.
+(16, or 16 + 4 + 4 with a lossy codec) bytes per parameter of its block and the interface, plus A. Base is what the
+process has after imports and data set-up. 16 bytes are as above, 4 the base copy that a lossy codec needs, 4 the error
+feedback. The last block's worker on a prefix has beside them, per value of it, what the prefix codec says (2 in bf16),
+and the values of one layer in fp32 while they are decoded. Rank 0 assembles the model and is shown apart. PSS counts a
+page of a library in parts when processes share it, so it moves when another one ends; USS, the pages that no other
+process has, is printed as a check.
 """
 
 import argparse
@@ -41,16 +45,22 @@ from torch.utils.data import DataLoader, TensorDataset
 import lightning_blocktrain.transport.http  # noqa: F401  # otherwise a worker would import it after its base
 from lightning_blocktrain import BlockTrainStrategy, ByteTransformer, DiffusionBlocks
 from lightning_blocktrain.errors import explain
-from lightning_blocktrain.partition import partition
+from lightning_blocktrain.partition import as_layout, partition
+from lightning_blocktrain.protocols import SupportsBlocks
 
 ROOT = Path(__file__).parents[1]
 MIB = 2**20
 FACTOR = 1.1
 TRAIN_BYTES, BASE_COPY_BYTES, FEEDBACK_BYTES = 16, 4, 4
 """Per parameter: weight, gradient and two moments; the copy that the round started from; what a codec owes."""
-ARMS = ("block", "whole", "workers")
+PREFIX_BYTES = {"bf16": 2.0, "int8": 1.0 + 4.0 / 256.0, "fp32": 4.0}
+"""Per value of a frozen prefix, by codec."""
+DECODED_BYTES = 8
+"""Per value of the one layer that is being decoded."""
+ARMS = ("block", "whole", "workers", "prefix")
+OURS = ("workers", "prefix")
 SIZES = ("width", "layers_per_block", "num_blocks", "num_heads", "window_bytes")
-PASSED_ON = (*SIZES, "batch_size", "steps", "sync_every", "codec")
+PASSED_ON = (*SIZES, "batch_size", "steps", "sync_every", "codec", "prefix_codec")
 TIMEOUT_S = 3600.0
 
 
@@ -105,15 +115,16 @@ def make_module(arm: str, args: argparse.Namespace) -> L.LightningModule:
     num_layers = args.layers_per_block * (1 if arm == "block" else args.num_blocks)
     if arm == "workers":
         return DiffusionBlocks(num_layers, args.num_blocks, args.width, args.num_heads, args.window_bytes)
-    return ByteTransformer(num_layers, args.width, args.num_heads, args.window_bytes, num_blocks=1)
+    num_blocks = args.num_blocks if arm == "prefix" else 1
+    return ByteTransformer(num_layers, args.width, args.num_heads, args.window_bytes, num_blocks=num_blocks)
 
 
 def make_trainer(arm: str, args: argparse.Namespace) -> L.Trainer:
     """Return a silent Trainer on the CPU."""
-    ours = BlockTrainStrategy(sync_every=args.sync_every, codec=args.codec)
+    ours = BlockTrainStrategy(sync_every=args.sync_every, codec=args.codec, prefix_codec=args.prefix_codec)
     return L.Trainer(
-        strategy=ours if arm == "workers" else "auto",
-        devices=args.num_blocks if arm == "workers" else 1,
+        strategy=ours if arm in OURS else "auto",
+        devices=args.num_blocks if arm in OURS else 1,
         accelerator="cpu",
         max_steps=args.steps,
         max_epochs=-1,
@@ -147,16 +158,16 @@ def run_arm(arm: str, args: argparse.Namespace) -> None:
 # All arms
 
 
-def measure(args: argparse.Namespace) -> dict[str, list[dict[str, Any]]]:
+def measure(args: argparse.Namespace, arms: Sequence[str] = ARMS) -> dict[str, list[dict[str, Any]]]:
     """Run the arms, one after the other unless it is only a trial; return what each process took, by arm."""
     with tempfile.TemporaryDirectory(prefix="worker-memory-") as folder:
         started: list[subprocess.Popen[bytes]] = []
-        for arm in ARMS:
+        for arm in arms:
             started.append(subprocess.Popen(_command(arm, args, folder), cwd=ROOT, env=_environment()))
             if not args.quick:
                 _await(started)
         _await(started)
-        found = {arm: sorted(Path(folder).glob(f"{arm}-*.json")) for arm in ARMS}
+        found = {arm: sorted(Path(folder).glob(f"{arm}-*.json")) for arm in arms}
         return {arm: [json.loads(path.read_text()) for path in paths] for arm, paths in found.items()}
 
 
@@ -188,15 +199,9 @@ def report_of(found: dict[str, list[dict[str, Any]]], args: argparse.Namespace) 
         RuntimeError: If a process has not taken all steps, so that its memory says nothing.
     """
     _check_finished(found, args.num_blocks)
-    above = {arm: [_above(process) for process in found[arm]] for arm in ARMS}
-    module = make_module("workers", args)
-    assert isinstance(module, DiffusionBlocks)
-    parts = partition(module, module.configure_blocks(), args.num_blocks)
-    sizes = {name: parameter.numel() for name, parameter in module.named_parameters()}
-    worker_params = sum(sizes.get(name, 0) for name in (*parts.block_names[-1], *parts.interface_names))
-    block_params = sum(parameter.numel() for parameter in make_module("block", args).parameters())
-    extra = above["block"][0]["pss"] - TRAIN_BYTES * block_params
-    per_param = TRAIN_BYTES + BASE_COPY_BYTES + (FEEDBACK_BYTES if args.codec != "fp32" else 0)
+    above = {arm: [_above(process) for process in processes] for arm, processes in found.items()}
+    sizes, _, worker_params = _last_worker(make_module("workers", args), args.num_blocks)
+    extra, per_param = _extra_bytes(found, args), _bytes_per_param(args)
     rank_zero, *workers = sorted(above["workers"], key=lambda process: process["rank"])
     most = max(process["pss"] for process in workers)
     limit = FACTOR * (per_param * worker_params + extra)
@@ -211,15 +216,59 @@ def report_of(found: dict[str, list[dict[str, Any]]], args: argparse.Namespace) 
         "whole_bytes": above["whole"][0]["pss"],
         "whole_over_worker": above["whole"][0]["pss"] / most,
         "rank_zero_bytes": rank_zero["pss"],
+        "on_prefix": report_on_prefix(found, args),
         "above_base": above,
         "processes": found,
     }
 
 
+def _last_worker(module: L.LightningModule, num_blocks: int) -> tuple[dict[str, int], int, int]:
+    """Return the sizes by name, and how many values the last block's worker reads, and trains."""
+    assert isinstance(module, SupportsBlocks)
+    parts = partition(module, as_layout(module.configure_blocks()), num_blocks)
+    sizes = {name: parameter.numel() for name, parameter in module.named_parameters()}
+    before = sum(sizes.get(name, 0) for names in parts.block_names[:-1] for name in names)
+    return sizes, before, sum(sizes.get(name, 0) for name in (*parts.block_names[-1], *parts.interface_names))
+
+
+def _extra_bytes(found: dict[str, list[dict[str, Any]]], args: argparse.Namespace) -> int:
+    """Return A."""
+    block_params = sum(parameter.numel() for parameter in make_module("block", args).parameters())
+    return int(_above(found["block"][0])["pss"]) - TRAIN_BYTES * block_params
+
+
+def _bytes_per_param(args: argparse.Namespace) -> int:
+    return TRAIN_BYTES + (BASE_COPY_BYTES + FEEDBACK_BYTES if args.codec != "fp32" else 0)
+
+
+def report_on_prefix(found: dict[str, list[dict[str, Any]]], args: argparse.Namespace) -> dict[str, Any]:
+    """Return what the last block's worker takes on its frozen prefix, and what it may take; arms block and prefix.
+
+    Raises:
+        RuntimeError: If a process has not taken all steps, so that its memory says nothing.
+    """
+    _check_finished({arm: found[arm] for arm in ("block", "prefix")}, args.num_blocks)
+    module = make_module("prefix", args)
+    sizes, prefix_params, params = _last_worker(module, args.num_blocks)
+    layer_params = sum(size for name, size in sizes.items() if name.startswith("layers.0."))
+    [last] = [_above(process)["pss"] for process in found["prefix"] if process["rank"] == args.num_blocks - 1]
+    formula = _bytes_per_param(args) * params + PREFIX_BYTES[args.prefix_codec] * prefix_params
+    limit = formula + DECODED_BYTES * layer_params + FACTOR * _extra_bytes(found, args)
+    return {
+        "params_of_block_and_interface": params,
+        "params_of_prefix": prefix_params,
+        "formula_bytes": formula,
+        "worker_bytes": last,
+        "left_over_bytes": last - formula,
+        "limit_bytes": limit,
+        "within": last <= limit,
+    }
+
+
 def _check_finished(found: dict[str, list[dict[str, Any]]], num_blocks: int) -> None:
-    for arm in ARMS:
+    for arm in found:
         ranks = sorted(process["rank"] for process in found[arm] if process["finished"])
-        wanted = list(range(num_blocks if arm == "workers" else 1))
+        wanted = list(range(num_blocks if arm in OURS else 1))
         if ranks != wanted:
             got = f"arm={arm}, ranks that have={ranks} of {wanted}"
             raise RuntimeError(explain("every process must take all steps", got, "see its traceback above"))
@@ -237,7 +286,9 @@ def print_table(report: dict[str, Any]) -> None:
     names = {"block": "causal, one block's layers, default", "whole": "causal, all layers, default"}
     for arm, processes in report["above_base"].items():
         for above, process in zip(processes, report["processes"][arm], strict=True):
-            name = names.get(arm, f"blocktrain, rank {above['rank']}{', assembles' if above['rank'] == 0 else ''}")
+            shape = "on frozen prefixes" if arm == "prefix" else "denoising"
+            role = ", assembles" if above["rank"] == 0 else ""
+            name = names.get(arm, f"blocktrain, {shape}, rank {above['rank']}{role}")
             numbers = above["pss"], above["uss"], process["base"]["pss"]
             table.add_row(name, *(f"{number / MIB:.1f}" for number in numbers))
     Console(width=100).print(table)
@@ -246,6 +297,12 @@ def print_table(report: dict[str, Any]) -> None:
         f"worker {report['worker_bytes'] / MIB:.1f} MiB; limit {report['limit_bytes'] / MIB:.1f} = {FACTOR} *"
         f" ({per_param} B * {params:,} + A {report['a_bytes'] / MIB:.1f} MiB);"
         f" whole model / worker {report['whole_over_worker']:.2f}"
+    )
+    found = report["on_prefix"]
+    print(
+        f"worker on a prefix {found['worker_bytes'] / MIB:.1f} MiB; formula {found['formula_bytes'] / MIB:.1f}"
+        f" = {per_param} B * {found['params_of_block_and_interface']:,} + prefix of {found['params_of_prefix']:,};"
+        f" left over {found['left_over_bytes'] / MIB:.1f}; limit {found['limit_bytes'] / MIB:.1f}"
     )
 
 
@@ -262,6 +319,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--sync-every", type=int, default=2)
     parser.add_argument("--codec", default="fp32", help="fp32, bf16, int8 or topk")
+    parser.add_argument("--prefix-codec", default="bf16", choices=sorted(PREFIX_BYTES))
     parser.add_argument("--json", type=Path, help="write the report here")
     parser.add_argument("--arm", choices=ARMS, help=argparse.SUPPRESS)
     parser.add_argument("--out", type=Path, help=argparse.SUPPRESS)

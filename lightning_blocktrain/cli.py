@@ -33,6 +33,7 @@ EXAMPLES = """examples:
   blocktrain fit --config run.yaml
   blocktrain evaluate demo_out/diffusion_blocks.ckpt
   blocktrain generate demo_out/byte_transformer.ckpt --prompt 'Return the ' --num-bytes 200
+  blocktrain export demo_out/byte_transformer.ckpt small.ckpt --exit 1
   blocktrain coordinator --state run1
   blocktrain status http://127.0.0.1:29410
 """
@@ -116,6 +117,7 @@ def build_parser() -> argparse.ArgumentParser:
         commands.add_parser(name, help=text, add_help=False)
     _add_evaluate(commands)
     _add_generate(commands)
+    _add_export(commands)
     add_run_commands(commands)
     return parser
 
@@ -143,8 +145,9 @@ def _add_evaluate(commands: Any) -> None:
     evaluate = command(
         commands,
         "evaluate",
-        "bits per byte of a checkpoint, and all sweep quantities of DiffusionBlocks",
-        "Evaluate a checkpoint of ByteTransformer or DiffusionBlocks on held-out text.",
+        "bits per byte of a checkpoint at every exit, and all sweep quantities of DiffusionBlocks",
+        "Evaluate a checkpoint of ByteTransformer or DiffusionBlocks on held-out text: the whole model, and the\n"
+        "smaller ones that end after each block.",
         "example:\n  blocktrain evaluate demo_out/diffusion_blocks.ckpt --corpus python-docs --num-windows 128\n",
     )
     evaluate.add_argument("checkpoint", metavar="CKPT", type=Path, help="checkpoint file")
@@ -173,13 +176,36 @@ def _add_generate(commands: Any) -> None:
     generate.add_argument("checkpoint", metavar="CKPT", type=Path, help="checkpoint file")
     generate.add_argument("--prompt", required=True, help="text to continue; empty counts as a line break")
     generate.add_argument("--num-bytes", type=at_least_1, default=200, help="bytes to add (default: 200)")
+    _add_exit(generate, "blocks before the exit that decides (default: all)")
     generate.add_argument(
-        "--chunk-bytes", type=at_least_1, help="bytes decided per sweep, DiffusionBlocks only (default: 1)"
+        "--chunk-bytes",
+        type=at_least_1,
+        default=1,
+        help="bytes decided per sweep; above 1 for models trained with p_span above 0 (default: 1)",
     )
-    generate.add_argument("--sweeps", type=at_least_1, help="sweeps per chunk, DiffusionBlocks only (default: 1)")
+    generate.add_argument("--sweeps", type=at_least_1, default=1, help="sweeps per chunk (default: 1)")
     generate.add_argument("--temperature", type=temperature, default=1.0, help="0 is greedy (default: 1)")
     generate.add_argument("--seed", type=at_least_0, default=0, help="the same seed gives the same bytes (default: 0)")
     generate.set_defaults(run=run_generate)
+
+
+def _add_export(commands: Any) -> None:
+    export = command(
+        commands,
+        "export",
+        "write the smaller model that ends at an exit of a checkpoint",
+        "Write a checkpoint of the first blocks of a model: a model of its own, which decides what the larger\n"
+        "one decides at that exit.",
+        "example:\n  blocktrain export demo_out/byte_transformer.ckpt small.ckpt --exit 1\n",
+    )
+    export.add_argument("checkpoint", metavar="CKPT", type=Path, help="checkpoint file")
+    export.add_argument("out", metavar="OUT", type=Path, help="file to write; replaced if it is there")
+    _add_exit(export, "blocks before the exit", required=True)
+    export.set_defaults(run=run_export)
+
+
+def _add_exit(parser: argparse.ArgumentParser, text: str, required: bool = False) -> None:
+    parser.add_argument("--exit", type=at_least_1, metavar="BLOCKS", required=required, help=text)
 
 
 def _add_corpus(parser: argparse.ArgumentParser) -> None:
@@ -199,14 +225,13 @@ def run_demo_command(options: argparse.Namespace) -> int:
 
 
 def run_evaluate(options: argparse.Namespace) -> int:
-    """Run ``blocktrain evaluate``: print bits per byte, and the sweep quantities of DiffusionBlocks."""
+    """Run ``blocktrain evaluate``: print bits per byte at every exit, and the sweep quantities of DiffusionBlocks."""
     from rich.console import Console
 
     from lightning_blocktrain.callbacks.sweep_eval import evaluate_sweep
     from lightning_blocktrain.data import ByteDataModule
-    from lightning_blocktrain.demo.arms import mean_nats, spaced_batches
+    from lightning_blocktrain.demo.arms import mean_exit_nats, spaced_batches
     from lightning_blocktrain.demo.report import sweep_entries, sweep_table
-    from lightning_blocktrain.metrics import bits_per_token
     from lightning_blocktrain.models import DiffusionBlocks
     from lightning_blocktrain.models.loading import load_model
 
@@ -216,17 +241,14 @@ def run_evaluate(options: argparse.Namespace) -> int:
     data.setup("test" if options.split == "test" else "validate")
     loader = data.test_dataloader() if options.split == "test" else data.val_dataloader()
     batches = spaced_batches(loader.dataset, options.num_windows, options.batch_size)
-    tracked = _tracked([batches[idx] for idx in range(len(batches))])
+    windows = [batches[idx] for idx in range(len(batches))]
+    exits, num_bytes = mean_exit_nats(model, _tracked(windows))
     info, console = data.corpus_info, Console()
     corpus = f"{info.name}, {options.split} split"
+    console.print(_facts(model, exits, num_bytes, corpus))
     if isinstance(model, DiffusionBlocks):
-        sweep = evaluate_sweep(model, tracked, num_draws=options.num_draws or 16, seed=options.seed or 0)
-        bits = {"bits per byte": sweep.bits_per_byte_k1, f" with {sweep.num_draws} draws": sweep.bits_per_byte_k}
-        console.print(_facts(model, bits, sweep.num_bytes, corpus))
+        sweep = evaluate_sweep(model, _tracked(windows), num_draws=options.num_draws or 16, seed=options.seed or 0)
         console.print("", sweep_table(sweep_entries(sweep), sweep.num_draws))
-    else:
-        nats, num_bytes = mean_nats(model, tracked)
-        console.print(_facts(model, {"bits per byte": bits_per_token(nats, 1)}, num_bytes, corpus))
     console.print(f"sha256 of the corpus: {info.sha256}", soft_wrap=True)
     return 0
 
@@ -236,21 +258,32 @@ def run_generate(options: argparse.Namespace) -> int:
     from rich.console import Console
 
     from lightning_blocktrain.demo import printable
-    from lightning_blocktrain.models import DiffusionBlocks
     from lightning_blocktrain.models.loading import load_model
 
     model = load_model(options.checkpoint)
-    _refuse_for_causal(model, {"--chunk-bytes": options.chunk_bytes, "--sweeps": options.sweeps})
     prompt = options.prompt.encode("utf-8", errors="surrogateescape")
-    common = {"temperature": options.temperature, "seed": options.seed}
+    names = ("chunk_bytes", "sweeps", "temperature", "seed")
     with Console(stderr=True).status("generating"):
-        if isinstance(model, DiffusionBlocks):
-            chunk_bytes, sweeps = options.chunk_bytes or 1, options.sweeps or 1
-            new = model.generate(prompt, options.num_bytes, chunk_bytes=chunk_bytes, sweeps=sweeps, **common)
-        else:
-            new = model.generate(prompt, options.num_bytes, **common)
+        choices = {name: getattr(options, name) for name in names}
+        new = model.generate(prompt, options.num_bytes, num_blocks=options.exit, **choices)
     print(printable(prompt + new))
     return 0
+
+
+def run_export(options: argparse.Namespace) -> int:
+    """Run ``blocktrain export``: write the model that ends at an exit."""
+    from lightning_blocktrain.models.loading import load_model, save_model
+
+    smaller = load_model(options.checkpoint).at_exit(options.exit)
+    save_model(smaller, options.out)
+    num_parameters = sum(parameter.numel() for parameter in smaller.parameters())
+    blocks, layers = _counted(options.exit, "block"), _counted(len(smaller.layers), "layer")
+    print(f"{options.out}: {blocks}, {layers}, {num_parameters:,} parameters")
+    return 0
+
+
+def _counted(number: int, noun: str) -> str:
+    return f"{number} {noun}{'s' * (number != 1)}"
 
 
 def _refuse_for_causal(model: object, options: dict[str, int | None]) -> None:
@@ -269,17 +302,21 @@ def _tracked(batches: Sequence[Any]) -> Iterable[Any]:
     return track(batches, "evaluating", console=Console(stderr=True), transient=True)
 
 
-def _facts(model: object, bits: dict[str, float], num_bytes: int, corpus: str) -> Any:
-    """Return the table of what holds for either model."""
+def _facts(model: Any, exits: Sequence[float], num_bytes: int, corpus: str) -> Any:
+    """Return the table of what holds for either model; nats per byte at every exit come in."""
     from rich import box
     from rich.table import Table
     from rich.text import Text
 
+    from lightning_blocktrain.metrics import bits_per_token
+
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
     table.add_column("model")
-    table.add_column(type(model).__name__, overflow="fold")
-    for name, value in bits.items():
-        table.add_row(name, f"{value:.4f}")
+    table.add_column(f"{type(model).__name__}, objective {model.objective}", overflow="fold")
+    table.add_row("bits per byte", f"{bits_per_token(exits[-1], 1):.4f}")
+    for exit_idx, nats in enumerate(exits[:-1]):
+        depth = _counted(model.block_slices[exit_idx].stop, "layer")
+        table.add_row(f"  at exit {exit_idx + 1} ({depth})", f"{bits_per_token(nats, 1):.4f}")
     table.add_row("bytes evaluated", f"{num_bytes:,}")
     table.add_row("corpus", Text(corpus))
     return table

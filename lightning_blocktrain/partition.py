@@ -5,7 +5,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import torch
@@ -117,7 +117,7 @@ class Partition:
 
     Args:
         layout: The module's layout with ``num_blocks`` settled.
-        blocks: Per block, its layers.
+        blocks: Per block, its layers; the stem stands before those of block 0.
         block_names: Per block, the names of its parameters and persistent buffers in the module.
         interface_names: The names of every other parameter and persistent buffer.
     """
@@ -148,7 +148,7 @@ def as_layout(declared: BlockLayout | Mapping[str, object]) -> BlockLayout:
             got = f"the fields {[*declared]}" if isinstance(declared, Mapping) else type(declared).__name__
             raise MisconfigurationException(
                 explain(
-                    "configure_blocks must return layers and readout (optional: num_blocks, prefix)",
+                    "configure_blocks must return layers and readout (optional: num_blocks, prefix, stem)",
                     got,
                     'return {"layers": self.layers, "readout": self.readout}',
                 )
@@ -175,6 +175,14 @@ def as_layout(declared: BlockLayout | Mapping[str, object]) -> BlockLayout:
                 "configure_blocks: prefix must be 'none' or 'frozen'",
                 f"prefix={layout.prefix!r}",
                 "choose one",
+            )
+        )
+    if layout.stem is not None and (layout.prefix != "frozen" or not isinstance(layout.stem, nn.Module)):
+        raise MisconfigurationException(
+            explain(
+                "configure_blocks: stem must be a torch.nn.Module that later blocks read as a frozen prefix",
+                f"stem={type(layout.stem).__name__}, prefix={layout.prefix!r}",
+                "declare prefix='frozen', or leave stem out: it is then trained by all blocks",
             )
         )
     return layout
@@ -207,10 +215,15 @@ def partition(module: nn.Module, layout: BlockLayout, num_blocks: int | None = N
         slices = block_slices(num_layers, chosen)
     except ValueError as exc:
         raise MisconfigurationException(str(exc)) from exc
-    blocks = tuple(tuple(layout.layers[s]) for s in slices)
+    blocks: tuple[tuple[nn.Module, ...], ...] = tuple(tuple(layout.layers[s]) for s in slices)
     size = num_layers // chosen
     names, interface = assign_names(module, layout.layers, [idx // size for idx in range(num_layers)])
-    settled = BlockLayout(layout.layers, layout.readout, chosen, layout.prefix)
+    if layout.stem is not None:
+        stem = _stem_names(module, layout, interface)
+        blocks = ((layout.stem, *blocks[0]), *blocks[1:])
+        names = ((*stem, *names[0]), *names[1:])
+        interface = tuple(name for name in interface if name not in stem)
+    settled = replace(layout, num_blocks=chosen)
     return Partition(settled, blocks, names, interface)
 
 
@@ -258,6 +271,28 @@ def _homes(module: nn.Module, layers: nn.ModuleList, home_of_layer: Sequence[int
         )
     named = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
     return {name: next((home_of_layer[idx] for path, idx in paths if name.startswith(path)), None) for name, _ in named}
+
+
+def _stem_names(module: nn.Module, layout: BlockLayout, interface: Sequence[str]) -> tuple[str, ...]:
+    """Return those names of the interface that belong to the stem.
+
+    Raises:
+        MisconfigurationException: If it is no submodule, overlaps with the layers or the readout, or shares a tensor
+            with what is outside.
+    """
+    assert layout.stem is not None
+    parts = {id(part) for part in layout.stem.modules()}
+    paths = tuple(f"{path}." for path, part in module.named_modules() if part is layout.stem)
+    others = [part for root in (layout.layers, layout.readout) for part in root.modules()]
+    overlap = any(id(part) in parts for part in others)
+    mine = {id(tensor) for tensor in (*layout.stem.parameters(), *layout.stem.buffers())}
+    named = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
+    shared = [name for name, tensor in named if id(tensor) in mine and not name.startswith(paths)] if paths else []
+    if not paths or overlap or shared:
+        rule = "configure_blocks: stem must be a submodule apart from layers and readout, with tensors of its own"
+        got = f"stem={type(layout.stem).__name__}, shared: {', '.join(shared) or 'none'}"
+        raise MisconfigurationException(explain(rule, got, "untie it, or leave stem out: all blocks then train it"))
+    return tuple(name for name in interface if name.startswith(paths))
 
 
 def _state_names(module: nn.Module, home_of: Mapping[str, int | None]) -> list[str]:

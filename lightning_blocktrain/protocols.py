@@ -22,12 +22,15 @@ class BlockLayout:
         readout: Final norm and unembedding (belongs to the interface here, to the final stage of a pipeline).
         num_blocks: Number of blocks the module was built for; None leaves the choice to the strategy.
         prefix: Whether a block's loss may run the blocks before it, see ``Prefix``.
+        stem: What runs before the first layer, such as the embedding, where only block 0 trains it; it then belongs to
+            block 0. For ``blocktrain`` with a frozen prefix; None: it is interface, which all blocks train.
     """
 
     layers: nn.ModuleList
     readout: nn.Module
     num_blocks: int | None = None
     prefix: Prefix = "none"
+    stem: nn.Module | None = None
 
 
 @runtime_checkable
@@ -49,13 +52,28 @@ class SupportsBlockTraining(SupportsBlocks, Protocol):
 
 
 @runtime_checkable
+class SupportsFeatures(Protocol):
+    """A module with a frozen prefix that says what a block reads of a batch, so that it can be kept on disk.
+
+    ``block_training_step`` has to ask for it as ``self.block_features(batch, block_idx)``, for every block after the
+    first.
+    """
+
+    def block_features(self, batch: Any, block_idx: int) -> Tensor | tuple[Tensor, ...]:
+        """Return what block ``block_idx`` reads: a function of the batch and the blocks before it, without gradient."""
+        ...
+
+
+@runtime_checkable
 class SupportsStages(SupportsBlocks, Protocol):
     """A module that ``strategy="rgc"`` can train.
 
     It may also have ``stage_kwargs(batch, hidden) -> dict``: keywords for every layer (a mask, rotary tables), made
-    without trainable parameters. The hooks run on copies of the module that share its tensors, in other threads or
-    processes, made at the first batch of a fit: what they need must come from the batch. Attributes set later,
-    ``self.global_step`` and ``self.current_epoch`` do not reach them, and they may not call ``self.log``.
+    without trainable parameters; and ``stage_exits() -> ModuleList``: private exits, one per layer but the last, where
+    ``exits[k](hidden, readout)`` gives the logits of a stage that ends after layer k, which trains it. The hooks run on
+    copies of the module that share its tensors, in other threads or processes, made at the first batch of a fit: what
+    they need must come from the batch. Attributes set later, ``self.global_step`` and ``self.current_epoch`` do not
+    reach them, and they may not call ``self.log``.
     """
 
     def stage_embed(self, batch: Any) -> Tensor:

@@ -10,8 +10,8 @@ import torch
 import lightning_blocktrain.demo
 from lightning_blocktrain import cli
 from lightning_blocktrain.cli import input_error, main
-from lightning_blocktrain.demo import save_model
 from lightning_blocktrain.models import ByteTransformer, DiffusionBlocks
+from lightning_blocktrain.models.loading import load_model, save_model
 
 SIZES: dict[str, Any] = {"num_layers": 2, "num_blocks": 2, "width": 16, "num_heads": 2, "window_bytes": 8}
 MODELS = {"ByteTransformer": ByteTransformer, "DiffusionBlocks": DiffusionBlocks}
@@ -31,10 +31,22 @@ def name(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
-def checkpoint(tmp_path: Path, name: str) -> str:
+def checkpoint(tmp_path: Path, name: str, **options: Any) -> str:
     torch.manual_seed(0)
     path = tmp_path / f"{name}.ckpt"
-    save_model(MODELS[name](**SIZES), path)
+    save_model(MODELS[name](**{**SIZES, **options}), path)
+    return str(path)
+
+
+def trained_like(tmp_path: Path, name: str) -> str:
+    """Return a checkpoint whose exits differ clearly, as those of trained blocks do."""
+    torch.manual_seed(0)
+    model = MODELS[name](**{**SIZES, "num_layers": 3, "num_blocks": 3})
+    for parameter in model.parameters():
+        if parameter.dim() == 2:
+            torch.nn.init.normal_(parameter, std=0.4)
+    path = tmp_path / f"{name}.ckpt"
+    save_model(model, path)
     return str(path)
 
 
@@ -47,7 +59,7 @@ def one_error_line(capsys: pytest.CaptureFixture[str]) -> str:
 def test_help_names_every_command_and_an_example(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--help"]) == 0
     text = capsys.readouterr().out
-    for command in ("demo", "fit", "validate", "test", "predict", "evaluate", "generate"):
+    for command in ("demo", "fit", "validate", "test", "predict", "evaluate", "generate", "export"):
         assert re.search(rf"^    {command} ", text, re.MULTILINE), command
     assert "blocktrain evaluate demo_out/diffusion_blocks.ckpt" in text
 
@@ -71,8 +83,86 @@ def test_evaluate_untrained_model_prints_its_code_length_and_the_corpus(
     assert re.search(r"bytes evaluated +64\b", text)
     assert "text.txt, test split" in text
     assert re.search(r"sha256 of the corpus: [0-9a-f]{64}\n", text)
+    assert f"{name}, objective {'denoise' if name == 'DiffusionBlocks' else 'features'}" in text
     quantities = ("local_ce", "sweep_ce, K=1", "sweep_ce, K=2", "prior_ce, K=2", "composition gain", "leak accuracy")
+    quantities += ("without z",)
     assert all((quantity in text) == (name == "DiffusionBlocks") for quantity in quantities)
+
+
+def test_evaluate_prints_what_every_exit_pays(
+    name: str, corpus: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = trained_like(tmp_path, name)
+    arguments = ["--corpus", corpus, "--num-windows", "8", "--batch-size", "4"]
+    assert main(["evaluate", path, *arguments]) == 0
+    text = capsys.readouterr().out
+    rows = re.findall(r"at exit (\d) \((\d) layers?\) +(\d+\.\d+)", text)
+    assert [(exit, layers) for exit, layers, _ in rows] == [("1", "1"), ("2", "2")]
+    bits = [float(value) for *_, value in rows]
+    whole = re.search(r"bits per byte +(\d+\.\d+)", text)
+    assert whole is not None and len({*bits, float(whole[1])}) == 3
+    # The model that ends there, evaluated by itself, pays the same.
+    for exit_idx, paid in enumerate(bits):
+        smaller = tmp_path / f"{exit_idx + 1}.ckpt"
+        assert main(["export", path, str(smaller), "--exit", str(exit_idx + 1)]) == 0
+        assert main(["evaluate", str(smaller), *arguments]) == 0
+        own = re.search(r"bits per byte +(\d+\.\d+)", capsys.readouterr().out)
+        assert own is not None and float(own[1]) == paid
+
+
+@pytest.mark.parametrize("num_blocks", [1, 2, 3])
+def test_export_writes_the_model_that_generates_as_the_exit_does(
+    num_blocks: int, name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, out = trained_like(tmp_path, name), tmp_path / "small.ckpt"
+    out.write_bytes(b"replaced")
+    assert main(["export", path, str(out), "--exit", str(num_blocks)]) == 0
+    smaller = load_model(out)
+    num_parameters = sum(parameter.numel() for parameter in smaller.parameters())
+    words = ("1 block, 1 layer", "2 blocks, 2 layers", "3 blocks, 3 layers")[num_blocks - 1]
+    assert capsys.readouterr().out == f"{out}: {words}, {num_parameters:,} parameters\n"
+    assert (len(smaller.layers), smaller.num_blocks) == (num_blocks, num_blocks)
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == sorted([Path(path).name, out.name])
+    for options in (["--exit", str(num_blocks)], []):
+        assert main(["generate", str(path if options else out), "--prompt", "ab", "--num-bytes", "20", *options]) == 0
+    both = capsys.readouterr().out
+    assert both[: len(both) // 2] == both[len(both) // 2 :]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["export", "CKPT", "OUT", "--exit", "3"], "num_blocks before an exit must be in 1 .. 2; got num_blocks=3"),
+        (["export", "CKPT", "OUT/missing/a.ckpt", "--exit", "1"], "a directory that exists"),
+        (["export", "CKPT", ".", "--exit", "1"], "the checkpoint must be written to a file"),
+        (["export", "CKPT", "DIRECTORY", "--exit", "1"], "the checkpoint must be written to a file"),
+        (["export", "missing.ckpt", "OUT", "--exit", "1"], "the checkpoint must be a file"),
+        (["generate", "CKPT", "--prompt", "a", "--exit", "3"], "num_blocks before an exit must be in 1 .. 2"),
+        (["generate", "CKPT", "--prompt", "a", "--chunk-bytes", "2"], "a model that was trained on unknown bytes"),
+    ],
+)
+def test_what_a_model_or_the_disk_refuses_is_one_line_and_leaves_no_file(
+    arguments: list[str],
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    path = checkpoint(tmp_path, "ByteTransformer")
+    directory = tmp_path / "directory"
+    directory.mkdir()
+    monkeypatch.chdir(directory)
+    known = {"CKPT": path, "OUT": str(tmp_path / "out"), "DIRECTORY": str(directory)}
+    words = [argument.replace("OUT/", f"{known['OUT']}/") for argument in arguments]
+    assert main([known.get(word, word) for word in words]) == 2
+    assert message in one_error_line(capsys)
+    assert {entry.name for entry in tmp_path.rglob("*")} == {"directory", "ByteTransformer.ckpt"}
+
+
+@pytest.mark.parametrize("arguments", [["export", "CKPT", "OUT"], ["export", "CKPT", "OUT", "--exit", "0"]])
+def test_export_without_a_good_exit_exits_with_2(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(arguments) == 2
+    assert "--exit" in capsys.readouterr().err
 
 
 def test_evaluate_of_another_file_is_one_line_and_exit_2(corpus: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -112,20 +202,16 @@ def test_generate_passes_chunks_and_sweeps_to_the_model(
     monkeypatch.setattr(DiffusionBlocks, "generate", record)
     path = checkpoint(tmp_path, "DiffusionBlocks")
     options = ["--num-bytes", "9", "--chunk-bytes", "4", "--sweeps", "2", "--temperature", "0", "--seed", "3"]
+    options += ["--exit", "1"]
     assert main(["generate", path, "--prompt", "ab", *options]) == 0
     expected = {"prompt": b"ab", "num_bytes": 9, "chunk_bytes": 4, "sweeps": 2, "temperature": 0.0, "seed": 3}
+    expected["num_blocks"] = 1
     assert asked == expected
     # A generated escape sequence must not reach the terminal.
     assert capsys.readouterr().out == "ab\N{REPLACEMENT CHARACTER}[2Jdone\n"
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ["generate", "CKPT", "--prompt", "a", "--num-bytes", "1", "--sweeps", "2"],
-        ["evaluate", "CKPT", "--num-draws", "4"],
-    ],
-)
+@pytest.mark.parametrize("arguments", [["evaluate", "CKPT", "--num-draws", "4"], ["evaluate", "CKPT", "--seed", "1"]])
 def test_options_that_a_causal_model_would_ignore_are_refused(
     arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -213,6 +299,8 @@ trainer:
         (["--model=ByteTransformer", "--data.window_bytes=512"], "must not exceed the model's window_bytes"),
         (["--model=ByteTransformer", "--trainer.strategy=blocktrian"], "invalid strategy name"),
         (["--model=Nonsense"], "Nonsense"),
+        (["--model=DiffusionBlocks", "--model.objective=residual"], "objective"),
+        (["--model=ByteTransformer", "--model.p_span=2"], "p_span must be in [0, 1]; got p_span=2"),
         (["--model=ByteTransformer", "--bogus=1"], "--bogus"),
         (
             ["--model=ByteTransformer", "--model.width=10", "--model.num_heads=3"],

@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from rich.cells import cell_len
 from rich.console import Console
 
 from lightning_blocktrain import demo
@@ -16,7 +18,9 @@ from lightning_blocktrain.callbacks import SweepReport
 from lightning_blocktrain.data import ByteDataModule
 from lightning_blocktrain.demo import arms, curves, report
 from lightning_blocktrain.demo.recipe import BUDGETS, Recipe, recipe_of
+from lightning_blocktrain.models import DiffusionBlocks
 from lightning_blocktrain.models.loading import load_model
+from lightning_blocktrain.partition import partition
 
 MODELS = ["diffusion_blocks", "byte_transformer", "causal_full", "causal_block"]
 TINY = BUDGETS["tiny"]
@@ -78,6 +82,7 @@ def test_demo_report_numbers_agree_with_each_other(finished: Any) -> None:
     gap = written["gaps"]["byte_transformer"]["causal_full"]
     assert gap["bits_per_byte"] == pytest.approx(bits["byte_transformer"] - bits["causal_full"])
     assert len(written["local_ce"]) == TINY.num_blocks
+    assert set(written["ablations"]) == {"z_noise_ce", "z_zero_ce", "no_z_ce", "context_scrambled_ce"}
     # Learned something: an untrained model pays 8 bits.
     assert all(4 < value < 8 for value in bits.values())
     assert all(value > 0 for value in written["tokens_per_s"].values())
@@ -87,10 +92,12 @@ def test_demo_optimizer_bytes_are_two_moments_and_a_step_per_parameter(finished:
     out, written, _ = finished
     for name in MODELS:
         model = load_model(out / f"{name}.ckpt")
-        per_layer = [sum(8 * p.numel() + 4 for p in layer.parameters()) for layer in model.layers]
         whole = sum(8 * p.numel() + 4 for p in model.parameters())
-        layers = TINY.layers_per_block if name in written["participation"] else len(per_layer)
-        worker = whole - sum(per_layer[layers:])
+        worker = whole
+        if name in written["participation"]:
+            # The largest worker's block is the first: it owns what runs before the layers, where somebody does.
+            named, cut = dict(model.named_parameters()), partition(model, model.configure_blocks())
+            worker -= sum(8 * named[n].numel() + 4 for names in cut.block_names[1:] for n in names if n in named)
         assert written["optimizer_bytes"][name] == {"per_worker": worker, "whole_model": whole}
 
 
@@ -118,7 +125,7 @@ def test_demo_prints_table_sentences_and_samples(finished: Any) -> None:
         assert f"{written['bits_per_byte'][name]:.3f}" in printed
     assert "local_ce" in printed and "sweep_ce, K=1" in printed and "simulated" in printed
     assert set(written["samples"]) == {"diffusion_blocks", "byte_transformer"}
-    assert max(len(line) for line in printed.splitlines()) <= 80
+    assert max(cell_len(line) for line in printed.splitlines()) <= 80  # a sample may hold signs of no width
 
 
 def test_demo_checkpoints_are_the_models_that_were_tested(finished: Any, corpus: str, tmp_path: Path) -> None:
@@ -154,6 +161,17 @@ def test_spaced_batches_cover_the_split_evenly_and_skip_a_partial_batch(tmp_path
     assert arms.spaced_batches(dataset, 1, 4).indices == [0]
 
 
+def test_mean_exit_nats_weighs_bytes_not_batches() -> None:
+    torch.manual_seed(0)
+    model = DiffusionBlocks(num_layers=2, num_blocks=2, width=16, num_heads=2, window_bytes=8).eval()
+    torch.nn.init.normal_(model.readout.unembed.weight, std=0.5)
+    batches = [(torch.randint(256, (size, 8)), torch.randint(256, (size, 8))) for size in (3, 1)]
+    means, num_bytes = arms.mean_exit_nats(model, batches)
+    exits = torch.cat([model.exit_nats(batch, idx).double().flatten(1) for idx, batch in enumerate(batches)], dim=1)
+    assert num_bytes == 32 and means == pytest.approx(exits.mean(1).tolist(), rel=1e-12)
+    assert means[0] != means[1]
+
+
 def test_budget_number_scales_steps_in_whole_rounds() -> None:
     assert recipe_of("small") == Recipe()
     for text in ("0.01", "0.5", "1", "7.3"):
@@ -177,7 +195,7 @@ def test_replicas_that_do_not_divide_the_steps_are_refused() -> None:
 
 def sweep_report(**values: float) -> SweepReport:
     names = ("sweep_ce_k1", "sweep_ce_k", "prior_ce_k1", "prior_ce_k", "composition_gain", "z_noise_ce", "z_zero_ce")
-    rest = dict.fromkeys((*names, "context_scrambled_ce", "span_ce", "leak_accuracy"), 2.0)
+    rest = dict.fromkeys((*names, "no_z_ce", "context_scrambled_ce", "span_ce", "leak_accuracy"), 2.0)
     return SweepReport(num_bytes=1024, num_draws=16, local_ce=(1.0, 0.5, 0.1), **{**rest, **values})
 
 

@@ -224,6 +224,14 @@ def test_as_layout_unknown_prefix_is_named() -> None:
         as_layout({"layers": stack.layers, "readout": stack.readout, "prefix": "live"})
 
 
+def test_as_layout_stem_must_be_a_module_before_a_frozen_prefix() -> None:
+    stack = Stack(1)
+    for stem, prefix, got in ((stack.embed, "none", "stem=Embedding, prefix='none'"), (1, "frozen", "stem=int")):
+        declared = {"layers": stack.layers, "readout": stack.readout, "prefix": prefix, "stem": stem}
+        with pytest.raises(MisconfigurationException, match=f"stem must be a torch.nn.Module.*got {got}"):
+            as_layout(declared)
+
+
 # Tensors into blocks and interface.
 
 
@@ -354,3 +362,73 @@ def test_partition_lists_parameters_that_the_module_leaves_out_of_its_state_dict
     cut = partition(module, BlockLayout(module.layers, module.embed))
     assert cut.interface_names == ("embed.weight",)
     assert [sorted(names) for names in cut.block_names] == [[f"layers.{b}.bias", f"layers.{b}.weight"] for b in (0, 1)]
+
+
+# The stem.
+
+
+def test_partition_stem_belongs_to_block_0() -> None:
+    stack = Stack(4)
+    without = partition(stack, stack.layout(prefix="frozen"), 2)
+    cut = partition(stack, stack.layout(prefix="frozen", stem=stack.embed), 2)
+    assert set(cut.block_names[0]) == {"embed.weight", *without.block_names[0]}
+    assert cut.block_names[1] == without.block_names[1]
+    assert set(cut.interface_names) == {"readout.weight", "mask"}
+    assert cut.blocks == ((stack.embed, *without.blocks[0]), without.blocks[1])
+    assert cut.layout.stem is stack.embed and cut.layout.num_blocks == 2
+
+
+def test_partition_stem_of_several_modules_brings_all_their_tensors() -> None:
+    stack = Stack(2)
+    stack.embed = nn.Sequential(nn.Embedding(5, 3), nn.BatchNorm1d(3))
+    cut = partition(stack, stack.layout(prefix="frozen", stem=stack.embed), 2)
+    assert {f"embed.{name}" for name in stack.embed.state_dict()} <= set(cut.block_names[0])
+    assert set(cut.interface_names) == {"readout.weight", "mask"}
+    placed = Counter(name for names in (*cut.block_names, cut.interface_names) for name in names)
+    assert placed == Counter(stack.state_dict().keys())
+
+
+def test_partition_stem_is_told_from_a_module_whose_name_begins_alike() -> None:
+    stack = Stack(2)
+    stack.embed_more = nn.Linear(2, 2)
+    cut = partition(stack, stack.layout(prefix="frozen", stem=stack.embed), 2)
+    assert set(cut.interface_names) == {"readout.weight", "mask", "embed_more.weight", "embed_more.bias"}
+
+
+def test_partition_stem_that_is_no_submodule_is_refused() -> None:
+    stack = Stack(2)
+    with pytest.raises(
+        MisconfigurationException, match=r"stem must be a submodule apart.*got stem=Embedding, shared: none"
+    ):
+        partition(stack, stack.layout(prefix="frozen", stem=nn.Embedding(5, 3)), 2)
+
+
+def test_partition_stem_tied_to_the_readout_names_it() -> None:
+    stack = Stack(2)
+    stack.readout.weight = stack.embed.weight
+    with pytest.raises(MisconfigurationException, match=r"shares no parameter.*shared: readout.weight"):
+        partition(stack, stack.layout(prefix="frozen", stem=stack.embed), 2)
+
+
+def test_partition_stem_tied_to_a_later_layer_is_refused() -> None:
+    stack = Stack(2)
+    stack.layers[1][0].weight = nn.Parameter(torch.zeros(3, 3))
+    stack.embed = nn.Linear(3, 3)
+    stack.embed.weight = stack.layers[1][0].weight
+    with pytest.raises(MisconfigurationException, match=r"tied embed.weight = layers.1.0.weight"):
+        partition(stack, stack.layout(prefix="frozen", stem=stack.embed), 2)
+
+
+def test_partition_stem_that_overlaps_with_layers_or_readout_is_refused() -> None:
+    stack = Stack(2)
+    for stem in (stack.readout, stack.layers, stack.layers[1]):
+        with pytest.raises(MisconfigurationException, match="stem must be a submodule apart from layers and readout"):
+            partition(stack, stack.layout(prefix="frozen", stem=stem), 2)
+
+
+def test_partition_stem_with_a_buffer_that_others_hold_too_is_refused() -> None:
+    stack = Stack(2)
+    stack.embed.register_buffer("table", torch.zeros(2))
+    stack.register_buffer("table", stack.embed.table)
+    with pytest.raises(MisconfigurationException, match="shared: table"):
+        partition(stack, stack.layout(prefix="frozen", stem=stack.embed), 2)

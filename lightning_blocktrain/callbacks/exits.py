@@ -1,7 +1,8 @@
 """Evaluation of a deep model at the end of each stage: what it is worth when it is cut off there.
 
 Owns the sums and the names. A model is cut with the hooks that the stages of a pipeline learn through
-(``SupportsStages``), under any strategy: the layers up to the exit, and the one shared readout.
+(``SupportsStages``), under any strategy: the layers up to the exit, and the one shared readout or the private exit
+that the module has there (``stage_exits``).
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -23,6 +24,7 @@ from lightning_blocktrain.callbacks.rounds import ReportsRounds
 from lightning_blocktrain.errors import explain
 from lightning_blocktrain.metrics import bits_per_token, count_tokens
 from lightning_blocktrain.partition import as_layout, default_num_blocks
+from lightning_blocktrain.pipeline.exits import exit_after, exits_of, read_out
 from lightning_blocktrain.pipeline.split import StageCut, even_sizes
 from lightning_blocktrain.pipeline.stage import run_layers, split_loss
 from lightning_blocktrain.protocols import SupportsStages
@@ -96,12 +98,14 @@ def exit_losses(module: nn.Module, batch: Any, sizes: Sequence[int]) -> list[flo
         sizes: Layers per stage.
     """
     layout = as_layout(cast(SupportsStages, module).configure_blocks())
+    exits = exits_of(module, len(layout.layers))
     layers, losses = iter(layout.layers), []
     with _undisturbed(module):
         hidden = cast(SupportsStages, module).stage_embed(batch)
-        for size in sizes:
+        for size, depth in zip(sizes, accumulate(sizes), strict=True):
             hidden = run_layers(module, [next(layers) for _ in range(size)], hidden, batch)
-            loss, _ = split_loss(cast(SupportsStages, module).stage_loss(layout.readout(hidden), batch))
+            logits = read_out(hidden, layout.readout, exit_after(exits, depth))
+            loss, _ = split_loss(cast(SupportsStages, module).stage_loss(logits, batch))
             losses.append(float(loss))
     return losses
 
@@ -190,8 +194,8 @@ class ExitEvaluation(L.Callback):
     """Log what the model is worth when it is cut off after each stage, in validation and in testing.
 
     ``val/loss/exit{s}`` (nats per token) and ``val/bits_per_token/exit{s}`` come from the layers of stages 0 to s and
-    the shared readout, in the Trainer's precision; the last exit is the whole model. All data loaders count together;
-    the sanity check is passed over.
+    the readout there (or the module's private exit), in the Trainer's precision; the last exit is the whole model. All
+    data loaders count together; the sanity check is passed over.
 
     The stages are those of a strategy that cuts the module into several (outside a fit: those of the newest fit),
     else what the arguments say.

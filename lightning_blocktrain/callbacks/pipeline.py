@@ -51,7 +51,10 @@ class ReportsStages(Protocol):
 
 
 class AccountSums:
-    """The accounts of all stages added up, over restarts of the pipeline and without its pauses."""
+    """The accounts of all stages added up, over restarts of the pipeline and without its pauses.
+
+    They begin anew where the number of stages changes.
+    """
 
     def __init__(self) -> None:
         self.totals: tuple[TimeAccount, ...] = ()
@@ -62,6 +65,8 @@ class AccountSums:
         if not accounts:
             return
         zeros = (TimeAccount(),) * len(accounts)
+        if len(self._newest) not in (0, len(accounts)):
+            self.totals, self._newest = (), ()
         before = self._newest or zeros
         if any(_fell(old, new) for old, new in zip(before, accounts, strict=True)):
             before = zeros
@@ -75,9 +80,10 @@ class AccountSums:
         self._newest = tuple(accounts)
 
     def since(self, earlier: Sequence[TimeAccount]) -> tuple[TimeAccount, ...]:
-        """Return what was counted since the totals were ``earlier``; empty: since the start."""
-        zeros = (TimeAccount(),) * len(self.totals)
-        return tuple(total - old for total, old in zip(self.totals, earlier or zeros, strict=True))
+        """Return what was counted since the totals were ``earlier``; empty, or of other stages: since the start."""
+        if len(earlier) != len(self.totals):
+            earlier = (TimeAccount(),) * len(self.totals)
+        return tuple(total - old for total, old in zip(self.totals, earlier, strict=True))
 
 
 def _fell(old: TimeAccount, new: TimeAccount) -> bool:
@@ -116,7 +122,10 @@ def lag_row(lags: Sequence[Counter[int]]) -> dict[str, float]:
 
 
 class LagCounts:
-    """How old the readout was in every batch and stage: all of them, and those since the last row."""
+    """How old the readout was in every batch and stage: all of them, and those since the last row.
+
+    The counts begin anew where the number of stages changes.
+    """
 
     def __init__(self) -> None:
         self.all: list[Counter[int]] = []
@@ -128,6 +137,8 @@ class LagCounts:
         fresh = [batch for batch in batches if not any(batch is old for old in self._newest)]
         self._newest = tuple(batches)  # the strategy goes on with its list
         for batch in fresh:
+            if len(self.all) not in (0, len(batch.stages)):
+                self.all, self.window = [], []
             for counts in (self.all, self.window):
                 counts.extend(Counter() for _ in batch.stages[len(counts) :])
                 for report in batch.stages:

@@ -21,6 +21,11 @@ REFUSALS = tuple(verdict for verdict in Verdict if verdict not in (Verdict.ACCEP
 WORK = ("accepted_tokens", "worker_steps", "worker_tokens", "sent_bytes")
 """Counters of a strategy that are logged under ``blocktrain/``."""
 
+PREFIX_WORK = ("prefix_bytes", "prefix_tokens", "prefix_s", "prefix_cache_hits")
+"""The same of a strategy whose blocks read the blocks before them (``CountsPrefix``): bytes of the frozen prefixes that
+the workers of this process have fetched, as encoded; layer-tokens, which are their target tokens, once for every call
+of a frozen layer; seconds in frozen layers; batches whose features were found on disk."""
+
 
 @runtime_checkable
 class ReportsRounds(Protocol):
@@ -54,6 +59,31 @@ class ReportsRounds(Protocol):
     @property
     def sent_bytes(self) -> int:
         """Bytes of the updates that the workers of this process have sent, as encoded."""
+        ...
+
+
+@runtime_checkable
+class CountsPrefix(Protocol):
+    """A strategy that counts what frozen prefixes cost; see ``PREFIX_WORK``."""
+
+    @property
+    def prefix_bytes(self) -> int:
+        """Bytes of the frozen prefixes that the workers of this process have fetched, as encoded."""
+        ...
+
+    @property
+    def prefix_tokens(self) -> int:
+        """Layer-tokens that ran through frozen layers."""
+        ...
+
+    @property
+    def prefix_s(self) -> float:
+        """Seconds in frozen layers."""
+        ...
+
+    @property
+    def prefix_cache_hits(self) -> int:
+        """Batches whose features were found on disk."""
         ...
 
 
@@ -123,7 +153,7 @@ class RoundMonitor(L.Callback):
         self._num_rounds_seen = 0
         self._num_reported = 0
         self._totals: Counter[str] = Counter()
-        self._work: dict[str, int] = {}
+        self._work: dict[str, float] = {}
 
     def summary(self) -> dict[str, float]:
         """Return the totals of the newest fit; empty if it did not train in rounds.
@@ -131,7 +161,7 @@ class RoundMonitor(L.Callback):
         Returns:
             ``rounds`` (finished), ``rounds_reported`` (those whose report was seen; less than ``rounds`` only if
             several finished within one step), the sums of the counts over the reported rounds, their
-            ``participation``, and the strategy's counters of ``WORK``.
+            ``participation``, and the strategy's counters of ``WORK`` and ``PREFIX_WORK``.
         """
         if not self._work:
             return {}
@@ -179,7 +209,8 @@ class RoundMonitor(L.Callback):
         source = self._source
         if source is None:
             return {}
-        self._work = {name: getattr(source, name) for name in WORK}
+        names = (*WORK, *(PREFIX_WORK if isinstance(source, CountsPrefix) else ()))
+        self._work = {name: getattr(source, name) for name in names}
         if source.num_rounds_closed == self._num_rounds_seen:
             return {}
         self._num_rounds_seen = source.num_rounds_closed

@@ -26,7 +26,7 @@ from lightning_blocktrain.edm import sample_sigma
 from lightning_blocktrain.errors import explain
 from lightning_blocktrain.metrics import bits_per_token
 from lightning_blocktrain.models.base import Batch
-from lightning_blocktrain.models.diffusion_blocks import P_MEAN, P_STD, UNKNOWN, DiffusionBlocks
+from lightning_blocktrain.models.diffusion_blocks import P_MEAN, P_STD, UNKNOWN, DiffusionBlocks, Intervention
 
 START, LOCAL, FRESH, SCRAMBLE, LEAK = range(5)
 """Purposes of random numbers; each is a stream of its own."""
@@ -58,6 +58,7 @@ class SweepReport:
         composition_gain: ``prior_ce_k - sweep_ce_k``: what the blocks after the first add; about 0 means nothing.
         z_noise_ce: K draws, what enters the blocks after the first replaced by fresh noise of the right level.
         z_zero_ce: The same, replaced by zeros.
+        no_z_ce: One walk without ``z``; what a model pays that was trained for that too (``p_drop_z``).
         context_scrambled_ce: K draws, the inputs permuted within their window.
         span_ce: One sweep that does not know the inputs of the second half, scored on that half.
         leak_accuracy: Accuracy in [0, 1] of reading the target straight off ``z`` at the lowest noise.
@@ -73,6 +74,7 @@ class SweepReport:
     composition_gain: float
     z_noise_ce: float
     z_zero_ce: float
+    no_z_ce: float
     context_scrambled_ce: float
     span_ce: float
     leak_accuracy: float
@@ -101,6 +103,7 @@ class SweepReport:
             "span_ce": self.span_ce,
             "ablation/z_noise_ce": self.z_noise_ce,
             "ablation/z_zero_ce": self.z_zero_ce,
+            "ablation/no_z_ce": self.no_z_ce,
             "ablation/context_scrambled_ce": self.context_scrambled_ce,
         }
         return {f"{stage}/{name}": value for name, value in named.items()}
@@ -164,8 +167,10 @@ def _add_blocks(sums: _Sums, model: DiffusionBlocks, batch: Batch, key: tuple[in
         generator = _generator(*key, LOCAL, block_idx)
         uniform = torch.rand(len(inputs), generator=generator)
         sigma = sample_sigma(uniform, low, high, P_MEAN, P_STD).to(y)
-        z = y + sigma[:, None, None] * _normal_like(y, generator)
-        sums.add(f"local_ce{block_idx}", -_target_log_p(model.denoise(block_idx, inputs, z, sigma), targets))
+        eps = _normal_like(y, generator)
+        hidden = model.features(block_idx, inputs, y, eps)
+        logits = model.denoise(block_idx, hidden, y + sigma[:, None, None] * eps, sigma)
+        sums.add(f"local_ce{block_idx}", -_target_log_p(logits, targets))
     z = y + model.block_sigma_edges[-1] * _normal_like(y, _generator(*key, LEAK))
     sums.add("leak_accuracy", (z @ model.target_table.T).argmax(-1) == targets)
 
@@ -174,20 +179,17 @@ def _add_sweeps(sums: _Sums, model: DiffusionBlocks, batch: Batch, num_draws: in
     """Add the sweeps, the prior and the ablations, all from the same starting noise."""
     inputs, targets = batch
     order = torch.rand(inputs.shape, generator=_generator(*key, SCRAMBLE)).argsort(1).to(inputs.device)
-    fresh = _generator(*key, FRESH)
-    sigma_min = model.sweep_sigmas[-1]
+    # One stream per block, so that the draws may run together or apart.
+    fresh = [_generator(*key, FRESH, block_idx) for block_idx in range(model.num_blocks)]
 
     def prior(inputs: Tensor, noise: Tensor) -> Tensor:
         return model.sweep(inputs, noise, num_blocks=1)
 
-    def blind(z_of: Callable[[Tensor], Tensor]) -> Forward:
-        # With its own z replaced, the last block is all that decides the logits.
-        if model.num_blocks == 1:
-            return model.sweep
-        sigma = inputs.new_full((1,), sigma_min, dtype=model.target_rows.dtype)
-        return lambda inputs, noise: model.denoise(
-            model.num_blocks - 1, inputs, z_of(noise).to(sigma), sigma.expand(len(inputs))
-        )
+    def blind(z_of: Intervention) -> Forward:
+        def intervene(block_idx: int, z: Tensor) -> Tensor:
+            return z if block_idx == 0 else z_of(block_idx, z)
+
+        return lambda inputs, noise: model.sweep(inputs, noise, intervene=intervene)
 
     def log_p(forward: Forward, context: Tensor) -> Tensor:
         return _log_p_of_draws(model, forward, context, targets, num_draws, key)
@@ -195,9 +197,10 @@ def _add_sweeps(sums: _Sums, model: DiffusionBlocks, batch: Batch, num_draws: in
     for name, draws in (("sweep_ce", log_p(model.sweep, inputs)), ("prior_ce", log_p(prior, inputs))):
         sums.add(f"{name}_k1", -draws)
         sums.add(f"{name}_k", mixture_nats(draws))
-    noisy = blind(lambda noise: sigma_min * _normal_like(noise, fresh))
-    sums.add("z_noise_ce", mixture_nats(log_p(noisy, inputs)))
-    sums.add("z_zero_ce", mixture_nats(log_p(blind(torch.zeros_like), inputs)))
+    noise = blind(lambda block_idx, z: model.sweep_sigmas[block_idx] * _normal_like(z, fresh[block_idx]))
+    sums.add("z_noise_ce", mixture_nats(log_p(noise, inputs)))
+    sums.add("z_zero_ce", mixture_nats(log_p(blind(lambda _, z: torch.zeros_like(z)), inputs)))
+    sums.add("no_z_ce", -_target_log_p(model.sweep(inputs, None), targets))
     sums.add("context_scrambled_ce", mixture_nats(log_p(model.sweep, inputs.gather(1, order))))
     half = inputs.shape[1] // 2
     span = inputs.clone()
@@ -226,7 +229,7 @@ def _log_p_of_draws(
     parts = []
     for first in range(0, num_draws, per_pass):
         draws = range(first, min(first + per_pass, num_draws))
-        noise = torch.cat([model.draw_noise(inputs, _seed_of(*key, START, draw)) for draw in draws])
+        noise = torch.cat([model.draw_noise(inputs.shape, _generator(*key, START, draw)) for draw in draws])
         stacked = inputs.repeat(len(draws), 1)  # (draws * B, T)
         log_p = _target_log_p(forward(stacked, noise), targets.repeat(len(draws), 1))
         parts.append(log_p.view(len(draws), *targets.shape))

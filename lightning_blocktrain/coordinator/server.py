@@ -18,6 +18,7 @@ GET  /status, /metrics                                             JSON, Prometh
 GET  /                                                             the page that shows /status
 =====================================  ==========================  ==============================================
 
+A fetch may name a codec in its query, as ``Codec.meta`` has it: ``codec``, ``block``.
 Every request but that for the page carries ``Authorization: Bearer TOKEN`` and ``BlockTrain-Run: RUN`` (which /status
 and /metrics may leave out). Every refusal is ``{"error": {"code", "message"}}``: 400 makes no sense, 401 token, 409
 another run or another life of the worker, 410 the run is over, 413 too large, 429 too many wrong tokens, 503 stopping.
@@ -51,13 +52,14 @@ from aiohttp import ClientError, web
 
 from lightning_blocktrain.coordinator.bodies import Bodies, Refusal, content_of, refused
 from lightning_blocktrain.coordinator.desk import Desk
-from lightning_blocktrain.coordinator.fields import number_in_query, sender_in, sender_in_header
+from lightning_blocktrain.coordinator.fields import codec_in_query, number_in_query, sender_in, sender_in_header
 from lightning_blocktrain.coordinator.guard import FailedTokens
 from lightning_blocktrain.coordinator.page import show_page
 from lightning_blocktrain.coordinator.probe import send_probe, take_probe
 from lightning_blocktrain.coordinator.status import prometheus_text
 from lightning_blocktrain.errors import PortInUseError, TransportError, WireError, explain
 from lightning_blocktrain.rounds import Receipt
+from lightning_blocktrain.rounds.codecs import Codec
 from lightning_blocktrain.transport.base import ERROR_CODES, Sender
 from lightning_blocktrain.transport.messages import (
     facts_of,
@@ -338,13 +340,16 @@ class CoordinatorServer:
     async def _fetch(self, request: web.Request) -> web.StreamResponse:
         entry, sender = request.match_info["entry"], sender_in_header(request)
         newer_than, wait_s = number_in_query(request, "newer_than", -1.0), number_in_query(request, "wait_s", 0.0)
+        codec = codec_in_query(request)
         loop = asyncio.get_running_loop()
         ends_at = loop.time() + min(max(wait_s, 0.0), MAX_WAIT_S)
         while True:
             changed = self._changed
-            ask = partial(self._newer, entry, int(newer_than), sender)
+            ask = partial(self._newer, entry, int(newer_than), sender, codec)
             outgoing = await self._at_desk(ask)
             if outgoing is not None:
+                if codec is not None:
+                    self.traffic["prefix_bytes"] += outgoing.num_bytes
                 return await self._bodies.send(request, outgoing)
             left_s = ends_at - loop.time()
             if left_s <= 0 or self._stopping:
@@ -352,10 +357,14 @@ class CoordinatorServer:
             with suppress(TimeoutError):
                 await asyncio.wait_for(changed.wait(), left_s)
 
-    def _newer(self, entry: str, newer_than: int, sender: Sender | None, now: float) -> Outgoing | None:
+    def _newer(
+        self, entry: str, newer_than: int, sender: Sender | None, codec: Codec | None, now: float
+    ) -> Outgoing | None:
         service = self.desk.service
-        found = service.fetch(entry, newer_than, now, sender)
-        return None if found is None else pack_fetched(*found, service.closes_in_s(sender, now))
+        found = service.fetch(entry, newer_than, now, sender, codec)
+        if found is None:
+            return None
+        return pack_fetched(found.version, dict(found.tensors), service.closes_in_s(sender, now), found.meta)
 
     async def _beat(self, request: web.Request) -> web.StreamResponse:
         sender = sender_in(await self._bodies.receive_json(request))

@@ -25,6 +25,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
+from lightning_blocktrain.coordinator.masters import EncodedMasters, Master
 from lightning_blocktrain.coordinator.membership import Membership
 from lightning_blocktrain.coordinator.schedule import RoundSchedule
 from lightning_blocktrain.errors import (
@@ -36,7 +37,6 @@ from lightning_blocktrain.errors import (
 from lightning_blocktrain.rounds import (
     INTERFACE,
     Ledger,
-    Params,
     Receipt,
     Roster,
     RoundReport,
@@ -44,7 +44,7 @@ from lightning_blocktrain.rounds import (
     Verdict,
     block_entry,
 )
-from lightning_blocktrain.rounds.codecs import decoded
+from lightning_blocktrain.rounds.codecs import Codec, decoded
 from lightning_blocktrain.rounds.verdicts import is_count, shown
 from lightning_blocktrain.transport.base import Sender, Submission, Welcome, WorkerFacts
 from lightning_blocktrain.transport.terms import RunTerms
@@ -112,6 +112,7 @@ class CoordinatorService:
             for entry in terms.entries(True)
             if entry in masters
         }
+        self._masters = EncodedMasters(terms.prefix_codec.spared)
         self.schedule = RoundSchedule(terms, self.ledgers, self.membership)
         self.reports: deque[RoundReport] = deque(maxlen=KEPT_REPORTS)
         self.counts: Counter[tuple[str, Verdict]] = Counter()
@@ -170,12 +171,14 @@ class CoordinatorService:
             terms=self.terms,
         )
 
-    def fetch(self, entry: str, newer_than: int, now: float, sender: Sender | None = None) -> tuple[int, Params] | None:
-        """Return version and tensors (not to be written to) if newer, else None.
+    def fetch(
+        self, entry: str, newer_than: int, now: float, sender: Sender | None = None, codec: Codec | None = None
+    ) -> Master | None:
+        """Return the newest version if it is newer, else None; see ``Transport.fetch``.
 
         Raises:
             RunEndedError: If there will be no newer one.
-            RequestRefusedError: If there is no such entry.
+            RequestRefusedError: If there is no such entry, or the codec can carry no values.
         """
         if sender is not None:
             self.membership.heard(sender, now)
@@ -184,7 +187,7 @@ class CoordinatorService:
         if self._phase is Phase.FAILED:
             self._refuse_ended()
         if ledger.version > newer_than:
-            return ledger.version, ledger.master
+            return self._masters.of(entry, ledger.version, ledger.master, codec)
         self._refuse_ended()
         return None
 

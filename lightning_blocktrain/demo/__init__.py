@@ -25,7 +25,7 @@ A block of a block-trained model sees as many tokens, summed over its replicas, 
 | ``sweep_ce_k`` | ``sweep_ce_k16``, by the name that does not depend on the number of draws |
 | ``prior_ce_k1``, ``prior_ce`` | the same of block 0 alone (``prior_ce``: 16 draws) |
 | ``composition_gain`` | ``prior_ce - sweep_ce_k16``, the same starting noise |
-| ``ablations`` | ``z_noise_ce``, ``z_zero_ce``, ``context_scrambled_ce``, 16 draws |
+| ``ablations`` | ``z_noise_ce``, ``z_zero_ce``, ``context_scrambled_ce``, 16 draws; ``no_z_ce`` without ``z`` |
 | ``span_ce``, ``leak_accuracy`` | as in ``SweepReport`` |
 | ``tokens_per_s`` | by model: accepted tokens of all workers per second of training; they take turns |
 | ``peak_pss_mib`` | by model: peak of this process while it trained; null where the system has no PSS |
@@ -53,7 +53,6 @@ from pathlib import Path
 from typing import Any
 
 import lightning as L
-import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from typing_extensions import override
@@ -64,8 +63,7 @@ from lightning_blocktrain.demo.curves import curves_png, points_by_model, read_r
 from lightning_blocktrain.demo.recipe import Recipe, recipe_of
 from lightning_blocktrain.demo.report import Setting, build_report, print_report
 from lightning_blocktrain.errors import explain
-from lightning_blocktrain.models.base import MODEL_CLASS
-from lightning_blocktrain.models.loading import Model
+from lightning_blocktrain.models.loading import save_model
 
 __all__ = ["ARMS", "ArmResult", "Recipe", "build_report", "recipe_of", "run_arm", "run_demo"]
 
@@ -202,20 +200,6 @@ def quiet_lightning() -> Iterator[None]:
             yield
     finally:
         logger.setLevel(level)
-
-
-def save_model(module: Model, path: Path) -> None:
-    """Write a checkpoint of the weights, which Lightning and ``blocktrain evaluate`` load."""
-    checkpoint = {
-        "pytorch-lightning_version": L.__version__,
-        "state_dict": module.state_dict(),
-        "hyper_parameters": dict(module.hparams),
-    }
-    module.on_save_checkpoint(checkpoint)
-    assert MODEL_CLASS in checkpoint
-    partial = path.with_name(f".{path.name}.part")
-    torch.save(checkpoint, partial)
-    partial.replace(path)
 
 
 def write_files(report: dict[str, Any], results: list[ArmResult], out: Path) -> bool:

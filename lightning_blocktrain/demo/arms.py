@@ -309,14 +309,14 @@ def spaced_batches(dataset: ByteBatches, num_windows: int, batch_size: int) -> S
 
 
 @torch.no_grad()
-def mean_nats(module: Model, batches: Iterable[Batch]) -> tuple[float, int]:
-    """Return nats per byte of a module in eval mode, and the number of bytes, summed in float64."""
-    total, num_bytes = 0.0, 0
+def mean_exit_nats(module: Model, batches: Iterable[Batch]) -> tuple[list[float], int]:
+    """Return nats per byte at every exit of a module in eval mode, and the number of bytes, summed in float64."""
+    totals, num_bytes = torch.zeros(module.num_blocks, dtype=torch.float64), 0
     for batch_idx, batch in enumerate(batches):
-        nats = module.evaluation_nats(batch, batch_idx)
-        total += float(nats.double().sum())
-        num_bytes += nats.numel()
-    return total / num_bytes, num_bytes
+        nats = module.exit_nats(batch, batch_idx)
+        totals += nats.double().sum((1, 2)).cpu()
+        num_bytes += nats[0].numel()
+    return (totals / num_bytes).tolist(), num_bytes
 
 
 def fresh_logger(save_dir: Path, name: str) -> CSVLogger:

@@ -105,6 +105,7 @@ def sweep_entries(sweep: SweepReport) -> dict[str, Any]:
         "ablations": {
             "z_noise_ce": sweep.z_noise_ce,
             "z_zero_ce": sweep.z_zero_ce,
+            "no_z_ce": sweep.no_z_ce,
             "context_scrambled_ce": sweep.context_scrambled_ce,
         },
     }
@@ -273,6 +274,7 @@ def sweep_table(report: Mapping[str, Any], num_draws: int = NUM_DRAWS) -> Table:
         ("composition gain", report["composition_gain"], f"prior_ce - sweep_ce, {mixture}"),
         ("z made noise", ablations["z_noise_ce"], f"after block 0, {mixture}"),
         ("z made zero", ablations["z_zero_ce"], f"after block 0, {mixture}"),
+        ("without z", ablations["no_z_ce"], "no block is shown z"),
         ("context scrambled", ablations["context_scrambled_ce"], f"inputs permuted, {mixture}"),
         ("span_ce", report["span_ce"], "second half unknown, K=1"),
         ("leak accuracy", report["leak_accuracy"], "a ratio; chance is 0.004"),

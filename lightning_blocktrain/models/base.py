@@ -93,10 +93,14 @@ class ByteModule(L.LightningModule):
         schedule = LambdaLR(optimizer, lambda step: warmup_cosine(step, self.warmup_steps, total_steps))
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
+    def arguments(self) -> dict[str, Any]:
+        """Return the constructor's arguments."""
+        # Names with an underscore are LightningCLI's own.
+        return {name: value for name, value in self.hparams.items() if not name.startswith("_")}
+
     def architecture(self) -> dict[str, Any]:
         """Return the hyper-parameters in which a checkpoint must agree with this model."""
-        # Names with an underscore are LightningCLI's own.
-        return {k: v for k, v in self.hparams.items() if k not in self.retunable and not k.startswith("_")}
+        return {name: value for name, value in self.arguments().items() if name not in self.retunable}
 
     @override
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:

@@ -1,32 +1,32 @@
-"""A causal byte-level Transformer, trainable end to end or block by block on stopped-gradient features."""
+"""A causal byte-level Transformer, trainable end to end, as a pipeline, or block by block on frozen features."""
+
+from typing import Any, Literal, get_args
 
 import torch
 import torch.nn.functional as F
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from typing_extensions import override
 
+from lightning_blocktrain.errors import explain
 from lightning_blocktrain.models.base import Batch, ByteModule
-from lightning_blocktrain.models.transformer import (
-    VOCABULARY,
-    KeyValueCache,
-    Layer,
-    Readout,
-    gumbel_noise,
-    init_weights,
-    refuse_generation,
-    sample_bytes,
-)
-from lightning_blocktrain.partition import block_slices, default_num_blocks
+from lightning_blocktrain.models.block_model import BlockModel, Caches, State
+from lightning_blocktrain.models.transformer import VOCABULARY, ExitNorm, OwnExit, Readout, init_weights
+from lightning_blocktrain.partition import default_num_blocks
 from lightning_blocktrain.protocols import BlockLayout
 
+CausalObjective = Literal["features", "residual"]
+Exits = Literal["shared", "norm", "own"]
 
-class ByteTransformer(ByteModule):
+
+class ByteTransformer(BlockModel):
     """Pre-norm causal Transformer over bytes with rotary positions and an untied readout.
 
     Under Lightning's own strategies it learns by backpropagation through all layers. Under ``blocktrain`` block b
-    learns next-byte prediction through the shared readout from the features of the blocks before it, which are
-    frozen: they run forward only, in the version fetched with the round. The embedding learns from block 0 only. Under
-    ``rgc`` the stages of a pipeline learn at once, each from its own next-byte loss.
+    learns next-byte prediction through the shared readout from what the blocks before it make of the text; they are
+    frozen: they run forward only, in the version that was fetched last. Block 0 owns the embedding. So no gradient
+    crosses a block, and yet every block builds on those before it. Under ``rgc`` the stages of a pipeline learn at
+    once, each from its own next-byte loss.
 
     Args:
         num_layers: L.
@@ -34,6 +34,13 @@ class ByteTransformer(ByteModule):
         num_heads: H; D is a multiple of 2 H.
         window_bytes: T, the longest window.
         num_blocks: B, a divisor of L; None: the largest divisor of L up to 4.
+        objective: What a block learns under ``blocktrain``. ``features``: next-byte cross entropy of
+            ``readout(h_b)``. ``residual``: the same of ``logits_{b-1} + readout(h_b)``, the logits before it frozen.
+        p_span: Probability that the inputs of a random suffix of a sequence are made unknown in training, so that
+            ``generate`` can decide several bytes per walk; 0: never.
+        exits: What reads out the hidden states before the last layer, where a block or a stage ends: the readout of the
+            whole model (``shared``), its unembedding behind a norm of the exit's own (``norm``), or a readout of the
+            exit's own (``own``).
         lr: Peak learning rate.
         weight_decay: Decay of matrices.
         warmup_steps: Linear warm-up.
@@ -49,118 +56,124 @@ class ByteTransformer(ByteModule):
         num_heads: int = 4,
         window_bytes: int = 256,
         num_blocks: int | None = None,
+        objective: CausalObjective = "features",
+        p_span: float = 0.0,
+        exits: Exits = "shared",
         lr: float = 1e-3,
         weight_decay: float = 0.1,
         warmup_steps: int = 50,
     ) -> None:
-        super().__init__(window_bytes, lr, weight_decay, warmup_steps)
+        num_blocks = default_num_blocks(num_layers) if num_blocks is None else num_blocks
+        super().__init__(
+            num_layers, num_blocks, width, num_heads, window_bytes, "attention", p_span, lr, weight_decay, warmup_steps
+        )
         self.save_hyperparameters()
-        self.num_blocks = default_num_blocks(num_layers) if num_blocks is None else num_blocks
-        self.block_slices = block_slices(num_layers, self.num_blocks)
-        self.embed = nn.Embedding(VOCABULARY, width)
-        self.layers = nn.ModuleList(Layer(width, num_heads) for _ in range(num_layers))
+        if objective not in get_args(CausalObjective):
+            choices = " or ".join(map(repr, get_args(CausalObjective)))
+            fix = "objectives with noise are DiffusionBlocks'"
+            raise ValueError(explain(f"objective must be {choices}", f"objective={objective!r}", fix))
+        self.objective = objective
+        self.embed = nn.Embedding(VOCABULARY + bool(p_span), width)
         self.readout = Readout(width)
+        if exits not in get_args(Exits):
+            rule = f"exits must be {' or '.join(map(repr, get_args(Exits)))}"
+            raise ValueError(explain(rule, f"exits={exits!r}", "use 'shared'"))
+        kind = {"norm": ExitNorm, "own": OwnExit}.get(exits)
+        self.exits = None if kind is None else nn.ModuleList(kind(width) for _ in range(num_layers - 1))
         init_weights(self, num_layers)
 
     def configure_blocks(self) -> BlockLayout:
         """Return the layout: block b reads the frozen features of the blocks before it."""
-        return BlockLayout(self.layers, self.readout, num_blocks=self.num_blocks, prefix="frozen")
+        return BlockLayout(self.layers, self.readout, num_blocks=self.num_blocks, prefix="frozen", stem=self.embed)
 
-    def embed_bytes(self, inputs: Tensor) -> Tensor:
-        """Return the hidden states before the first layer; (B, T) to (B, T, D)."""
+    @override
+    def start(self, inputs: Tensor, noise: Tensor | None = None) -> State:
+        """Return the embedded bytes, (B, T, D)."""
         self.refuse_long_window(inputs)
-        embedded: Tensor = self.embed(inputs)
-        return embedded
+        return (self.embed(inputs),)
+
+    @override
+    def step(self, block_idx: int, state: State, caches: Caches | None = None) -> State:
+        """Return the hidden state after a block (B, T, D) and, where logits add up, those of its exit (B, T, V)."""
+        hidden = self.run_block(block_idx, state[0], caches)
+        if self.objective == "features":
+            return (hidden,)
+        own = self.exit_of(block_idx, hidden)
+        return hidden, state[1] + own if block_idx else own
+
+    def exit_of(self, block_idx: int, hidden: Tensor) -> Tensor:
+        """Return what the readout makes of the hidden state after a block, (B, T, V)."""
+        own = self.exit_at(block_idx)
+        logits: Tensor = self.readout(hidden) if own is None else own(hidden, self.readout)
+        return logits
+
+    def exit_at(self, block_idx: int) -> nn.Module | None:
+        """Return the private exit of a block; None where it goes through the readout as it is."""
+        last_layer = self.block_slices[block_idx].stop - 1
+        if self.exits is None or last_layer == len(self.exits):
+            return None
+        own: nn.Module = self.exits[last_layer]
+        return own
+
+    @override
+    def read(self, block_idx: int, state: State) -> Tensor:
+        """Return the logits of the next byte at the exit of block ``block_idx`` after its step, float32 (B, T, V)."""
+        logits = self.exit_of(block_idx, state[0]) if self.objective == "features" else state[1]
+        return logits.float()
+
+    @override
+    def exit_state(self, num_blocks: int) -> dict[str, Any]:
+        """Return tensors by the names of the smaller model: the norm of its exit becomes that of its readout."""
+        state, own = self.state_dict(), self.exit_at(num_blocks - 1)
+        renamed = {} if own is None else own.state_dict()
+        return state | {f"readout.{name}": tensor for name, tensor in renamed.items()}
 
     @override
     def forward(self, inputs: Tensor) -> Tensor:
-        """Return the logits of the next byte at each position; (B, T) to (B, T, V)."""
-        hidden = self.embed_bytes(inputs)
-        for layer in self.layers:
-            hidden = layer(hidden)
-        logits: Tensor = self.readout(hidden)
-        return logits
+        """Return the logits of the next byte at each position after all blocks; (B, T) to (B, T, V)."""
+        return self.exit_logits(inputs)
 
     @override
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         """Return the next-byte cross entropy of the whole model, in nats."""
-        inputs, targets = batch
+        inputs, targets = self.hide(batch)
         loss = F.cross_entropy(self(inputs).flatten(0, 1), targets.flatten())
         self.log("train/loss", loss.detach(), prog_bar=True, batch_size=len(inputs))
         return loss
 
     def block_training_step(self, batch: Batch, batch_idx: int, block_idx: int) -> Tensor:
-        """Return the next-byte cross entropy after block ``block_idx``, in nats; earlier blocks are frozen."""
-        inputs, targets = batch
-        hidden = self._features(inputs, block_idx)
-        for layer in self.layers[self.block_slices[block_idx]]:
-            hidden = layer(hidden)
-        loss = F.cross_entropy(self.readout(hidden).flatten(0, 1), targets.flatten())
+        """Return the next-byte cross entropy at the exit of block ``block_idx``, in nats; earlier blocks are frozen."""
+        inputs, targets = batch = self.hide(batch)
+        state = self.block_features(batch, block_idx) if block_idx else self.start(inputs)
+        logits = self.read(block_idx, self.step(block_idx, state))
+        loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten())
         self.log(f"train/local_ce/block{block_idx}", loss.detach(), batch_size=len(inputs))
         return loss
 
+    @torch.no_grad()
+    def block_features(self, batch: Batch, block_idx: int) -> State:
+        """Return what block ``block_idx`` reads of the blocks before it; a function of them and the batch alone."""
+        state = self.start(batch[0])
+        for earlier in range(block_idx):
+            state = self.step(earlier, state)
+        return state
+
     def stage_embed(self, batch: Batch) -> Tensor:
-        """Return the hidden states before the first layer, (B, T, D), for a pipeline's first stage."""
-        return self.embed_bytes(batch[0])
+        """Return the hidden states before the first layer, (B, T, D), for a pipeline's first stage.
+
+        Raises:
+            MisconfigurationException: If the exits are sums of logits, which no stage computes.
+        """
+        if self.objective != "features":
+            rule = "the stages of a pipeline and their exits need objective='features'"
+            fix = "build the model with it, or train by blocks"
+            raise MisconfigurationException(explain(rule, f"objective={self.objective!r}", fix))
+        return self.start(batch[0])[0]
+
+    def stage_exits(self) -> nn.ModuleList | None:
+        """Return what stages that end before the last layer read out through, one per layer but the last."""
+        return self.exits
 
     def stage_loss(self, logits: Tensor, batch: Batch) -> Tensor:
         """Return the next-byte cross entropy of ``logits`` (B, T, V) at any stage, in nats."""
         return F.cross_entropy(logits.flatten(0, 1), batch[1].flatten())
-
-    def _features(self, inputs: Tensor, block_idx: int) -> Tensor:
-        """Return what block ``block_idx`` reads; only block 0 trains the embedding."""
-        if block_idx == 0:
-            return self.embed_bytes(inputs)
-        with torch.no_grad():
-            hidden = self.embed_bytes(inputs)
-            for layer in self.layers[: self.block_slices[block_idx].start]:
-                hidden = layer(hidden)
-        return hidden
-
-    @override
-    def evaluation_nats(self, batch: Batch, batch_idx: int) -> Tensor:
-        """Return ``-log p`` of each target byte under the whole model, (B, T)."""
-        inputs, targets = batch
-        return F.cross_entropy(self(inputs).transpose(1, 2).float(), targets, reduction="none")
-
-    @torch.no_grad()
-    def generate(self, prompt: bytes, num_bytes: int, *, temperature: float = 1.0, seed: int = 0) -> bytes:
-        """Continue ``prompt`` byte by byte, reusing keys and values of the bytes before.
-
-        A window that is full is restarted from its newer half.
-
-        Args:
-            prompt: What to continue; empty counts as a newline.
-            num_bytes: How many bytes to add.
-            temperature: 0 is greedy.
-            seed: The same seed gives the same bytes.
-
-        Returns:
-            The new bytes only.
-
-        Raises:
-            ValueError: If ``prompt`` is not bytes, or a number is negative.
-        """
-        refuse_generation(prompt, num_bytes, temperature)
-        generator = torch.Generator().manual_seed(seed)
-        text = list(prompt or b"\n")
-        caches: list[KeyValueCache] = []
-        fresh: list[int] = []
-        for _ in range(num_bytes):
-            if not caches or caches[0].length == self.window_bytes:
-                keep = self.window_bytes if not caches else (self.window_bytes + 1) // 2
-                caches = [KeyValueCache(self.window_bytes) for _ in self.layers]
-                fresh = text[-keep:]
-            logits = self._next_logits(fresh, caches)
-            byte = int(sample_bytes(logits, temperature, gumbel_noise((VOCABULARY,), generator)))
-            text.append(byte)
-            fresh = [byte]
-        return bytes(text[len(prompt or b"\n") :])
-
-    def _next_logits(self, fresh: list[int], caches: list[KeyValueCache]) -> Tensor:
-        """Return the logits after the bytes in ``fresh``, (V,) on the CPU; the caches grow by them."""
-        hidden = self.embed_bytes(torch.tensor([fresh], device=self.device))
-        for layer, cache in zip(self.layers, caches, strict=True):
-            hidden = layer(hidden, cache)
-        logits: Tensor = self.readout(hidden[:, -1:])[0, 0]
-        return logits.float().cpu()

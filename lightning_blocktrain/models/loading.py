@@ -1,4 +1,4 @@
-"""From a checkpoint file to the model it holds, whichever of the two it is.
+"""From a checkpoint file to the model it holds, whichever of the two it is, and back.
 
 Owns the choice of the class. Executes nothing from the file: it is read with ``weights_only=True``, and a class is
 found by its name among those listed here.
@@ -6,9 +6,11 @@ found by its name among those listed here.
 
 import inspect
 import warnings
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import lightning as L
 import torch
 
 from lightning_blocktrain.errors import CheckpointMismatchError, explain
@@ -47,6 +49,34 @@ def load_model(path: Path) -> Model:
         rule = "the weights must fit the model that the checkpoint describes"
         raise CheckpointMismatchError(explain(rule, str(path), "the file is damaged or was edited")) from exc
     return model.eval()
+
+
+def save_model(module: Model, path: Path) -> None:
+    """Write a checkpoint of the weights, which Lightning and ``load_model`` load.
+
+    Args:
+        module: The model.
+        path: Where to write; a file that is there is replaced when the new one is whole.
+
+    Raises:
+        ValueError: If it cannot be written there.
+    """
+    checkpoint = {
+        "pytorch-lightning_version": L.__version__,
+        "state_dict": module.state_dict(),
+        "hyper_parameters": dict(module.hparams),
+    }
+    module.on_save_checkpoint(checkpoint)
+    assert MODEL_CLASS in checkpoint
+    partial = path.parent / f".{path.name}.part"
+    try:
+        torch.save(checkpoint, partial)
+        partial.replace(path)
+    except (OSError, RuntimeError) as exc:
+        with suppress(OSError):
+            partial.unlink(missing_ok=True)
+        rule = "the checkpoint must be written to a file in a directory that exists"
+        raise ValueError(explain(rule, f"{path} ({exc})", "choose another path")) from exc
 
 
 def read_checkpoint(path: Path) -> dict[str, Any]:

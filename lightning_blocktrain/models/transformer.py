@@ -180,6 +180,31 @@ class Readout(nn.Module):
         return logits
 
 
+class ExitNorm(nn.Module):
+    """The shared unembedding behind a norm of an exit's own.
+
+    Args:
+        width: D.
+    """
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+
+    def forward(self, hidden: Tensor, readout: Readout) -> Tensor:
+        """Return byte logits; (B, T, D) to (B, T, V)."""
+        logits: Tensor = readout.unembed(self.norm(hidden))
+        return logits
+
+
+class OwnExit(Readout):
+    """A readout of an exit's own; takes the shared one for the form's sake."""
+
+    def forward(self, hidden: Tensor, readout: Readout | None = None) -> Tensor:
+        """Return byte logits; (B, T, D) to (B, T, V)."""
+        return super().forward(hidden)
+
+
 def init_weights(module: nn.Module, num_layers: int, std: float = 0.02) -> None:
     """Initialise as GPT-2 does: normal weights, zero biases, residual outputs scaled down by depth."""
     for name, parameter in module.named_parameters():
@@ -189,38 +214,3 @@ def init_weights(module: nn.Module, num_layers: int, std: float = 0.02) -> None:
             nn.init.normal_(parameter, std=std / (2 * num_layers) ** 0.5)
         elif parameter.dim() == 2:
             nn.init.normal_(parameter, std=std)
-
-
-def refuse_generation(prompt: bytes, num_bytes: int, temperature: float) -> None:
-    """Refuse what no model can generate from.
-
-    Raises:
-        ValueError: If ``prompt`` is not bytes, or a number is negative.
-    """
-    if not isinstance(prompt, bytes) or num_bytes < 0 or not temperature >= 0:
-        raise ValueError(
-            explain(
-                "generate: prompt must be bytes, num_bytes and temperature at least 0",
-                f"prompt={type(prompt).__name__}, num_bytes={num_bytes}, temperature={temperature}",
-                "encode text with .encode()",
-            )
-        )
-
-
-def sample_bytes(logits: Tensor, temperature: float, gumbel: Tensor) -> Tensor:
-    """Pick one byte per row: greedy at temperature 0, else an exact sample by the Gumbel maximum.
-
-    Args:
-        logits: (..., V).
-        temperature: Divides the logits, >= 0.
-        gumbel: Standard Gumbel noise (..., V); the same noise always picks the same byte.
-
-    Returns:
-        Byte values, int64, (...).
-    """
-    return (logits if temperature == 0 else logits / temperature + gumbel).argmax(-1)
-
-
-def gumbel_noise(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
-    """Return standard Gumbel noise drawn from ``generator`` on the CPU."""
-    return -torch.empty(shape).exponential_(generator=generator).clamp_min(1e-20).log()

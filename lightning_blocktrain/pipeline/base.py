@@ -44,7 +44,7 @@ CLOSE_TIMEOUT_S = 4.0
 
 @dataclass(frozen=True)
 class FinishedBatch:
-    """A batch that every stage has learnt from.
+    """A batch that every stage has learnt from, but for credit that may still be on its way.
 
     Args:
         batch_idx: Running number since the pipeline was built.

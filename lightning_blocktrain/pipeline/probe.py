@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from lightning_blocktrain.errors import explain
 from lightning_blocktrain.partition import as_layout
 from lightning_blocktrain.pipeline.alias import make_alias
+from lightning_blocktrain.pipeline.exits import exit_after, exits_of, read_out
 from lightning_blocktrain.pipeline.ring import payload_bytes
 from lightning_blocktrain.pipeline.stage import Context
 
@@ -27,6 +28,7 @@ def probe(module: L.LightningModule, batch: Any, context: Context) -> int:
     """
     alias: Any = make_alias(module, {buffer: buffer.detach().clone() for buffer in module.buffers()})
     layout = as_layout(alias.configure_blocks())
+    exits = exits_of(alias, len(layout.layers))
     with torch.random.fork_rng(devices=[]), context():
         with torch.no_grad():
             hidden = _one_tensor("stage_embed", alias.stage_embed(batch))
@@ -36,9 +38,11 @@ def probe(module: L.LightningModule, batch: Any, context: Context) -> int:
             for idx, layer in enumerate(layout.layers):
                 hidden = _run(idx, layer, hidden, keywords)
                 largest = max(largest, payload_bytes(hidden))
-            with _told("readout and stage_loss"):
-                output = alias.stage_loss(layout.readout(hidden), batch)
-            _check_loss(output)
+                private = exit_after(exits, idx + 1)
+                if private is not None or idx + 1 == len(layout.layers):
+                    with _told(f"readout and stage_loss after layer {idx}"):
+                        output = alias.stage_loss(read_out(hidden, layout.readout, private), batch)
+                    _check_loss(output)
     return largest
 
 

@@ -10,6 +10,7 @@ Memory map of a run, all of it anonymous shared memory that ends with the last p
 | parameters and buffers | the model | the stage that owns each | all |
 | orders, one ring per stage | ``ring_slots`` x (batch + hidden state) | driver or stage s - 1 | stage s |
 | readout gradients, one ring per upstream stage | steps in flight x readout | stage s | final stage |
+| credit, one ring per stage but the first | 2 x hidden state | stage s + 1 | stage s |
 | snapshots | readout; S x readout for pinned lags | final stage | upstream stages, under one lock |
 
 Stages are forked from a server process that has imported torch and frozen its heap, so that they share what the
@@ -48,7 +49,7 @@ from lightning_blocktrain.pipeline.orders import (
 )
 from lightning_blocktrain.pipeline.ring import RingReader, RingWriter, StopFlag, make_ring, pack, payload_bytes
 from lightning_blocktrain.pipeline.stage import Stage
-from lightning_blocktrain.pipeline.worker import Pace, StageWorker, Stopped, num_snapshots_kept
+from lightning_blocktrain.pipeline.worker import Pace, StageWorker, Stopped, credit_of, num_snapshots_kept
 
 ORDERS = {kind.__name__: kind for kind in (BatchOrder, StepOrder, DrainOrder)}
 
@@ -109,6 +110,8 @@ class Ends:
         gradients_in: Those of the upstream stages, in the final one.
         board: The snapshots.
         reports: Pipe to the driver.
+        credit_out: Credit to the stage before; None if it awaits none.
+        credit_in: Credit from the next stage; None if this one awaits none.
     """
 
     inbox: RingReader
@@ -117,10 +120,13 @@ class Ends:
     gradients_in: tuple[RingReader, ...]
     board: SharedBoard
     reports: Connection
+    credit_out: RingWriter | None = None
+    credit_in: RingReader | None = None
 
     def close(self) -> None:
         """Close this process's copies."""
         ends: list[Any] = [self.inbox, self.outbox, self.gradients_out, *self.gradients_in, self.reports]
+        ends += [self.credit_out, self.credit_in]
         for end in ends:
             if end is not None:
                 end.close()
@@ -172,7 +178,7 @@ class ProcessLinks:
         with self._clock.section("wait_in" if version is not None else "copy"):
             return self._ends.board.read(version, into)
 
-    def send_gradients(self, step_idx: int, gradients: Sequence[Tensor]) -> None:
+    def send_gradients(self, step_idx: int, gradients: Sequence[Tensor | None]) -> None:
         """Copy readout gradients into the ring to the final stage."""
         ring = self._ends.gradients_out
         assert ring is not None
@@ -181,7 +187,7 @@ class ProcessLinks:
         with self._clock.section("copy"):
             ring.write((step_idx, list(gradients)))
 
-    def receive_gradients(self, stage_idx: int, step_idx: int) -> list[Tensor]:
+    def receive_gradients(self, stage_idx: int, step_idx: int) -> list[Tensor | None]:
         """Return another stage's readout gradients of the same step."""
         ring = self._ends.gradients_in[stage_idx]
         with self._clock.section("wait_in"):
@@ -191,6 +197,24 @@ class ProcessLinks:
         if found != step_idx:
             raise RuntimeError(f"the gradients of stage {stage_idx} are those of step {found}, not {step_idx}")
         return list(gradients)
+
+    def send_credit(self, batch_idx: int, credit: Tensor) -> None:
+        """Copy the gradient for its hidden state into the ring to the stage before."""
+        ring = self._ends.credit_out
+        assert ring is not None
+        with self._clock.section("wait_out"):
+            ring.wait()
+        with self._clock.section("copy"):
+            ring.write((batch_idx, credit))
+
+    def receive_credit(self, batch_idx: int) -> Tensor:
+        """Return the next stage's gradient for what this one passed on."""
+        ring = self._ends.credit_in
+        assert ring is not None
+        with self._clock.section("wait_in"):
+            ring.wait()
+        with self._clock.section("copy"):
+            return credit_of(ring.read(), batch_idx)
 
 
 class ProcessPipeline(Pipeline):
@@ -225,7 +249,7 @@ class ProcessPipeline(Pipeline):
         self._batch_bytes = batch_bytes
         self._processes: list[Any] = []
         self._first: RingWriter | None = None
-        self._first, ends, self._reports = self._connect(context, stages, pace, ring_slots, batch_bytes + hidden_bytes)
+        self._first, ends, self._reports = self._connect(context, stages, pace, ring_slots, batch_bytes, hidden_bytes)
         self._ends = ends  # a semaphore's name lasts as long as the object in the process that made it
         try:
             ends[0].board.publish(first_step, stages[-1].snapshot)
@@ -239,22 +263,32 @@ class ProcessPipeline(Pipeline):
                 held.close()
 
     def _connect(
-        self, context: Any, stages: Sequence[Stage], pace: Pace, ring_slots: int, slot_bytes: int
+        self,
+        context: Any,
+        stages: Sequence[Stage],
+        pace: Pace,
+        ring_slots: int,
+        batch_bytes: int,
+        hidden_bytes: int,
     ) -> tuple[RingWriter, list[Ends], list[Connection]]:
         """Return the driver's end of the orders, every stage's ends, and the driver's ends of the reports."""
         readout = stages[-1].snapshot
         board = SharedBoard(context, max(1, num_snapshots_kept(stages, pace)), readout, self._stop)
-        orders = [make_ring(context, ring_slots, slot_bytes, self._stop) for _ in stages]
+        orders = [make_ring(context, ring_slots, batch_bytes + hidden_bytes, self._stop) for _ in stages]
         # At most every other order on its way from a stage to the final one is a step.
         steps_ahead = [(distance * (ring_slots + 1) + 1) // 2 for distance in range(len(stages) - 1, 0, -1)]
         gradients = [make_ring(context, num, payload_bytes(readout), self._stop) for num in steps_ahead]
+        # A stage passes on one batch more before it takes the credit of the one before.
+        credit = {s.stage_idx: make_ring(context, 2, hidden_bytes, self._stop) for s in stages if s.awaits_credit}
         ends, reports = [], []
         for stage in stages:
             reader, writer = context.Pipe(duplex=False)
             idx = stage.stage_idx
             outbox, gradients_out = (None, None) if stage.is_final else (orders[idx + 1][0], gradients[idx][0])
             gradients_in = tuple(reader for _, reader in gradients) if stage.is_final else ()
-            ends.append(Ends(orders[idx][1], outbox, gradients_out, gradients_in, board, writer))
+            credit_out = credit[idx - 1][0] if stage.gives_credit else None
+            credit_in = credit[idx][1] if stage.awaits_credit else None
+            ends.append(Ends(orders[idx][1], outbox, gradients_out, gradients_in, board, writer, credit_out, credit_in))
             reports.append(reader)
         return orders[0][0], ends, reports
 

@@ -8,6 +8,7 @@ from typing import Literal, get_args
 from lightning.pytorch.utilities import rank_zero_warn
 
 from lightning_blocktrain.errors import explain
+from lightning_blocktrain.pipeline.credit import Credit
 from lightning_blocktrain.pipeline.readout import ConsensusWeights, consensus_weights
 from lightning_blocktrain.pipeline.stage import Method
 
@@ -15,6 +16,7 @@ Mode = Literal["serial", "async"]
 Backend = Literal["threads", "processes"]
 Lag = Literal["newest", "pipeline", "pinned"]
 StageSplit = Literal["even", "auto"] | Sequence[int]
+Schedule = Literal["local", "local_then_bp"]
 
 SERIAL_ONLY = ("bp", "live", "bp_groups")
 """Methods whose batches do not overlap."""
@@ -46,10 +48,14 @@ class PipelineSettings:
     consensus_weights: ConsensusWeights
     clip: float | None
     stage_timeout_s: float
+    credit: Credit = "local"
+    schedule: Schedule = "local"
+    switch_frac: float | None = None
 
     def __post_init__(self) -> None:
         """Refuse what is wrong on its own."""
-        for name, kind in {"method": Method, "mode": Mode, "backend": Backend, "lag": Lag}.items():
+        kinds = {"method": Method, "mode": Mode, "backend": Backend, "lag": Lag, "credit": Credit, "schedule": Schedule}
+        for name, kind in kinds.items():
             _refuse_unknown(name, getattr(self, name), get_args(kind))
         for name in ("snapshot_every", "ring_slots", "micro_batches"):
             _refuse_no_count(name, getattr(self, name))
@@ -59,6 +65,9 @@ class PipelineSettings:
         _refuse_not_positive("stage_timeout_s", self.stage_timeout_s)
         if self.clip is not None:
             _refuse_not_positive("clip", self.clip)
+        if self.switch_frac is not None and not 0 < self.switch_frac < 1:
+            got = f"switch_frac={self.switch_frac!r}"
+            raise ValueError(explain("switch_frac must be between 0 and 1", got, "use for example 0.5"))
         self._refuse_split()
         self._refuse_combinations()
 
@@ -66,6 +75,16 @@ class PipelineSettings:
     def overlaps(self) -> bool:
         """Whether stages work on several batches at the same time."""
         return self.mode == "async"
+
+    def switch_step(self, max_steps: int) -> int | None:
+        """Return the optimizer steps that stages take before all layers learn as one; None: they never do.
+
+        Args:
+            max_steps: Steps of the whole run.
+        """
+        if self.schedule == "local":
+            return None
+        return round((0.5 if self.switch_frac is None else self.switch_frac) * max_steps)
 
     def num_threads(self, num_stages: int) -> int:
         """Return the size of a stage's OpenMP team.
@@ -129,6 +148,21 @@ class PipelineSettings:
                 method in ("bp", "bp_groups") and self.stage_split != "even",
                 f"stage_split={self.stage_split!r}",
                 f"method={method!r} has no stages",
+            ),
+            (
+                method in ("bp", "bp_groups") and self.credit != "local",
+                f"credit={self.credit!r}",
+                "its layers learn from the final loss already",
+            ),
+            (
+                method in ("bp", "bp_groups") and self.schedule != "local",
+                f"schedule={self.schedule!r}",
+                "its layers learn as one from the start",
+            ),
+            (
+                self.schedule == "local" and self.switch_frac is not None,
+                f"switch_frac={self.switch_frac!r}",
+                "schedule='local' has no switch",
             ),
         ]
         for wrong, got, why in excluded:

@@ -1,7 +1,7 @@
 """Where a deep model is cut: layers into contiguous stages, every named tensor to the stage that owns it.
 
-Owns the arithmetic of a cut and of its balance. The final stage owns the readout; whatever else lies outside the
-layers (an embedding, positions) belongs to stage 0.
+Owns the arithmetic of a cut and of its balance. The final stage owns the readout, the stage that holds a layer owns the
+private exit after it; whatever else lies outside the layers (an embedding, positions) belongs to stage 0.
 """
 
 from collections.abc import Sequence
@@ -13,6 +13,7 @@ from torch import nn
 
 from lightning_blocktrain.errors import explain
 from lightning_blocktrain.partition import assign_names
+from lightning_blocktrain.pipeline.exits import exits_of
 from lightning_blocktrain.protocols import BlockLayout
 
 MIN_GAIN = 0.03
@@ -96,9 +97,23 @@ def cut_stages(module: nn.Module, layout: BlockLayout, sizes: Sequence[int]) -> 
     if len(sizes) > 1:
         _refuse_tied_readout(module, layout.readout, readout_ids)
     owned = [list(stage_names) for stage_names in names]
-    owned[0] += [name for name in interface if name not in readout]
+    homes = _homes_of_exits(exits_of(module, len(layout.layers)), home_of_layer)
+    for name in interface:
+        if name not in readout:
+            owned[homes.get(id(tensors[name]), 0)].append(name)
     owned[-1] += readout
     return StageCut(tuple(sizes), tuple(map(tuple, owned)), readout)
+
+
+def _homes_of_exits(exits: nn.ModuleList | None, home_of_layer: Sequence[int]) -> dict[int, int]:
+    """Return the stage of every tensor of the private exits, by its id."""
+    homes: dict[int, int] = {}
+    for private, home in zip(exits or (), home_of_layer, strict=False):
+        for name, tensor in (*private.named_parameters(), *private.named_buffers()):
+            if homes.setdefault(id(tensor), home) != home:
+                rule = "stages may not share weights: an exit belongs to the stage that ends with it"
+                raise MisconfigurationException(explain(rule, f"{name} in several exits", "give each exit its own"))
+    return homes
 
 
 def _refuse_tied_readout(module: nn.Module, readout: nn.Module, readout_ids: set[int]) -> None:

@@ -6,6 +6,7 @@ Owns the mathematics of a stage and no transport: who calls it, in which thread,
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import Any, Literal, cast
 
 import lightning as L
@@ -17,7 +18,9 @@ from torch.optim import Optimizer
 from lightning_blocktrain.errors import NonFiniteError, explain
 from lightning_blocktrain.partition import as_layout
 from lightning_blocktrain.pipeline.alias import make_alias, snapshot_of, stage_optimizer
-from lightning_blocktrain.pipeline.orders import StepOrder
+from lightning_blocktrain.pipeline.credit import Credit, OpenBatch, WeightStash
+from lightning_blocktrain.pipeline.exits import exit_after, exits_of, read_out
+from lightning_blocktrain.pipeline.orders import BatchOrder, StepOrder
 from lightning_blocktrain.pipeline.readout import consensus
 from lightning_blocktrain.pipeline.split import StageCut, cut_stages
 from lightning_blocktrain.protocols import BlockLayout, SupportsStages
@@ -42,6 +45,8 @@ class Stage:
         publishes: Whether its readout gradients go to the final stage.
         reads_snapshot: Whether its readout is a copy to be renewed.
         context: Context of a forward pass.
+        gives_credit: Whether the stage before learns from this one's loss too.
+        awaits_credit: Whether this stage learns from the next one's loss too.
     """
 
     def __init__(
@@ -56,15 +61,21 @@ class Stage:
         publishes: bool,
         reads_snapshot: bool,
         context: Context,
+        gives_credit: bool = False,
+        awaits_credit: bool = False,
     ) -> None:
         layout = as_layout(alias.configure_blocks())
         self.alias, self.stage_idx, self.num_stages = alias, stage_idx, cut.num_stages
         self.layers, self.readout = list(layout.layers[cut.slices[stage_idx]]), layout.readout
+        depth = sum(cut.sizes[: stage_idx + 1])
+        self.private = None if self.is_final else exit_after(exits_of(alias, len(layout.layers)), depth)
         self.owned, self.optimizer, self.groups = owned, optimizer, groups
         self.weights, self.publishes, self.reads_snapshot = weights, publishes, reads_snapshot
-        self.context = context
+        self.context, self.gives_credit, self.awaits_credit = context, gives_credit, awaits_credit
         self._checked = False
         self._random_state: Tensor | None = None
+        self._num_passes = 0
+        self._num_arrivals: list[int] = []
         self.stepped = [p for group in optimizer.param_groups for p in group["params"]]
         named: dict[str, Tensor] = dict(alias.named_parameters())
         # A group of ``bp_groups`` learns the whole model and steps a share of it.
@@ -94,7 +105,7 @@ class Stage:
 
         Args:
             data: The batch.
-            hidden: What the stage before passed on; it gets no gradient.
+            hidden: What the stage before passed on; it gets a gradient only if it asks for one.
 
         Raises:
             MisconfigurationException: If a layer changes ``hidden`` in place.
@@ -116,15 +127,67 @@ class Stage:
             NonFiniteError: If the loss is NaN or infinite.
             MisconfigurationException: If the first loss does not reach exactly the stage's own parameters.
         """
+        value, extras = self._backward(data, hidden, divisor)
+        if not self._checked:
+            self._check_reach()
+        return value, extras
+
+    def judge(
+        self, order: BatchOrder, hidden: Tensor, stash: WeightStash | None
+    ) -> tuple[float, dict[str, float], OpenBatch]:
+        """Add the readout's gradients alone; ``finish`` follows once the next stage has judged too.
+
+        Args:
+            order: The batch.
+            hidden: What ``forward`` returned.
+            stash: The weights of its graph.
+
+        Returns:
+            The loss, the further scalars of ``stage_loss``, and what waits for credit.
+
+        Raises:
+            NonFiniteError: If the loss is NaN or infinite.
+        """
+        leaf = hidden.detach().requires_grad_()
+        private: list[Tensor] = list(self.private.parameters()) if self.private is not None else []
+        before = [parameter.grad for parameter in private]  # of batches whose step is still to come
+        for parameter in private:
+            parameter.grad = None
+        value, extras = self._backward(order.data, leaf, order.divisor)
+        assert leaf.grad is not None
+        found = [(parameter, parameter.grad) for parameter in private if parameter.grad is not None]
+        for parameter, gradient in zip(private, before, strict=True):
+            parameter.grad = gradient
+        return value, extras, OpenBatch(order.batch_idx, hidden, leaf.grad, found, stash)
+
+    def finish(self, batch: OpenBatch, credit: Tensor) -> None:
+        """Add the gradients of the layers and of the private exit; the batch's graph is freed.
+
+        Args:
+            batch: What ``judge`` returned.
+            credit: Gradient of the next stage's loss for ``batch.hidden``, (B, T, D).
+
+        Raises:
+            MisconfigurationException: If the first one does not reach exactly the stage's own parameters.
+        """
+        if batch.hidden.requires_grad:  # else all layers are frozen
+            torch.autograd.backward(batch.hidden, batch.gradient + credit)
+        for parameter, gradient in batch.private:
+            parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
+        if not self._checked:
+            self._check_reach()
+
+    def _backward(self, data: Any, hidden: Tensor, divisor: float) -> tuple[float, dict[str, float]]:
+        """Run the backward pass of the local loss; return the loss and the further scalars of ``stage_loss``."""
         with self.context():
-            loss, extras = split_loss(self.alias.stage_loss(self.readout(hidden), data))
+            logits = read_out(hidden, self.readout, self.private)
+            loss, extras = split_loss(self.alias.stage_loss(logits, data))
         value = float(loss.detach())
         if not abs(value) < float("inf"):
             fix = "nothing was updated with it; lower the learning rate or clip"
             raise NonFiniteError(explain("the loss must be finite", f"loss={value:g}", fix))
+        self._num_passes += 1
         (loss / divisor).backward()  # type: ignore[no-untyped-call]
-        if not self._checked:
-            self._check_reach()
         return value, extras
 
     def _check_reach(self) -> None:
@@ -145,26 +208,43 @@ class Stage:
 
     # One step.
 
-    def take_readout_gradients(self) -> list[Tensor]:
-        """Return this stage's readout gradients since the last step, and forget them."""
+    def take_readout_gradients(self) -> list[Tensor | None]:
+        """Return this stage's readout gradients since the last step, None where it reached none, and forget them."""
         gradients = []
         for parameter in self.readout.parameters():
             gradient, parameter.grad = parameter.grad, None
-            gradients.append(torch.zeros_like(parameter) if gradient is None else gradient)
+            gradients.append(gradient)
         return gradients
 
-    def agree(self, upstream: Sequence[Sequence[Tensor]]) -> None:
+    def agree(self, upstream: Sequence[Sequence[Tensor | None]]) -> None:
         """Put the consensus of all stages' readout gradients in the place of the final stage's own.
 
         Args:
             upstream: The gradients of stages 0 to S - 2.
         """
         assert self.weights is not None
-        reached = [parameter.grad is not None for parameter in self.readout.parameters()]
         agreed = consensus([*upstream, self.take_readout_gradients()], self.weights)
-        for parameter, gradient, mine in zip(self.readout.parameters(), agreed, reached, strict=True):
-            if parameter.requires_grad and (mine or gradient.any()):  # else unused: an optimizer leaves it alone
+        for idx, (parameter, gradient) in enumerate(zip(self.readout.parameters(), agreed, strict=True)):
+            if gradient is not None and self._num_arrivals:
+                gradient.mul_(self.num_stages * self._num_passes / self._num_arrivals[idx])
+            if parameter.requires_grad:
                 parameter.grad = gradient
+        self._num_passes, self._num_arrivals = 0, [0] * len(self._num_arrivals)
+
+    def count_arrivals(self) -> None:
+        """Take the mean over the stages that use a readout parameter where autograd sums their gradients (``live``).
+
+        Call it on the final stage.
+        """
+        parameters = list(self.readout.parameters())
+        self._num_arrivals = [0] * len(parameters)
+        for idx, parameter in enumerate(parameters):
+            if parameter.requires_grad:
+                hook = partial(self._count_arrival, idx)
+                parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+
+    def _count_arrival(self, idx: int, parameter: Tensor) -> None:
+        self._num_arrivals[idx] += 1
 
     def step(self, order: StepOrder, norm: Tensor | None = None) -> None:
         """Clip and take one optimizer step at the order's hyper-parameters.
@@ -259,6 +339,7 @@ def build_stages(
     optimizer: Optimizer,
     weights: tuple[float, ...],
     context: Context,
+    credit: Credit = "local",
 ) -> list[Stage]:
     """Build the stages of ``module``; the state of ``optimizer`` moves into theirs.
 
@@ -270,6 +351,7 @@ def build_stages(
         optimizer: The user's.
         weights: Consensus weights, for ``rgc``.
         context: Context of a forward pass.
+        credit: What the stages before the final one learn from.
     """
     readout = as_layout(cast(SupportsStages, module).configure_blocks()).readout
     stages: list[Stage] = []
@@ -289,7 +371,13 @@ def build_stages(
             # Under ``live`` autograd has summed the gradients: its consensus has one member, to be scaled.
             agreed = {"rgc": weights, "live": (1 / cut.num_stages,)}.get(method)
         publishes, reads = upstream and method == "rgc", upstream and method in ("rgc", "broadcast")
-        stages.append(Stage(alias, cut, stage_idx, owned, clone, groups, agreed, publishes, reads, context))
+        linked = credit == "next_stage"
+        gives, awaits = linked and stage_idx > 0, linked and upstream
+        stages.append(
+            Stage(alias, cut, stage_idx, owned, clone, groups, agreed, publishes, reads, context, gives, awaits)
+        )
+    if method == "live" and any(stage.private is not None for stage in stages):
+        stages[0].count_arrivals()
     return stages[::-1]
 
 

@@ -21,7 +21,14 @@ from lightning_blocktrain.pipeline.account import StageClock
 from lightning_blocktrain.pipeline.base import CLOSE_TIMEOUT_S, POLL_S, Pipeline
 from lightning_blocktrain.pipeline.orders import Order, Report
 from lightning_blocktrain.pipeline.stage import Stage
-from lightning_blocktrain.pipeline.worker import Pace, StageFailed, StageWorker, Stopped, num_snapshots_kept
+from lightning_blocktrain.pipeline.worker import (
+    Pace,
+    StageFailed,
+    StageWorker,
+    Stopped,
+    credit_of,
+    num_snapshots_kept,
+)
 
 T = TypeVar("T")
 
@@ -129,7 +136,10 @@ class Exchange:
         self.stop = threading.Event()
         self.orders: list[Mailbox[Order]] = [Mailbox(ring_slots, self.stop) for _ in range(num_stages)]
         # As many steps as stage 0 can be ahead of the final one.
-        self.gradients: list[Mailbox[tuple[int, list[Tensor]]]] = [Mailbox(None, self.stop) for _ in range(num_stages)]
+        self.gradients: list[Mailbox[tuple[int, list[Tensor | None]]]] = [
+            Mailbox(None, self.stop) for _ in range(num_stages)
+        ]
+        self.credits: list[Mailbox[tuple[int, Tensor]]] = [Mailbox(None, self.stop) for _ in range(num_stages)]
         self.reports: Mailbox[Report] = Mailbox(None, threading.Event())  # readable after a failure too
         self.board = SnapshotBoard(num_kept, self.stop)
 
@@ -183,11 +193,11 @@ class ThreadLinks:
                 mine.copy_(tensor)
         return number
 
-    def send_gradients(self, step_idx: int, gradients: Sequence[Tensor]) -> None:
+    def send_gradients(self, step_idx: int, gradients: Sequence[Tensor | None]) -> None:
         """Hand readout gradients over."""
         self._exchange.gradients[self._stage_idx].put((step_idx, list(gradients)))
 
-    def receive_gradients(self, stage_idx: int, step_idx: int) -> list[Tensor]:
+    def receive_gradients(self, stage_idx: int, step_idx: int) -> list[Tensor | None]:
         """Return another stage's readout gradients of the same step."""
         with self._clock.section("wait_in"):
             found = self._exchange.gradients[stage_idx].get()
@@ -195,6 +205,17 @@ class ThreadLinks:
         if found[0] != step_idx:
             raise RuntimeError(f"the gradients of stage {stage_idx} are those of step {found[0]}, not {step_idx}")
         return found[1]
+
+    def send_credit(self, batch_idx: int, credit: Tensor) -> None:
+        """Hand the gradient for its hidden state to the stage before."""
+        self._exchange.credits[self._stage_idx - 1].put((batch_idx, credit))
+
+    def receive_credit(self, batch_idx: int) -> Tensor:
+        """Return the next stage's gradient for what this one passed on."""
+        with self._clock.section("wait_in"):
+            found = self._exchange.credits[self._stage_idx].get()
+        assert found is not None
+        return credit_of(found, batch_idx)
 
 
 class TurnsPipeline(Pipeline):

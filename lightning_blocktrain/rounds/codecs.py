@@ -184,6 +184,11 @@ class Codec:
         Raises:
             ValueError: If the message is another codec's, or a key, dtype, shape, size or index does not fit.
         """
+        parts = self.parts_of(encoded, base)
+        return {name: self._unpack(parts[name], start.detach()) for name, start in base.items()}
+
+    def parts_of(self, encoded: Encoded, base: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
+        """Return the parts of a message by name, checked against the base; see ``decode``."""
         if not isinstance(encoded.tensors, Mapping) or encoded.meta != self.meta:
             got = f"meta={shown(str(encoded.meta))}, tensors={type(encoded.tensors).__name__}"
             raise ValueError(explain(f"the message must be of codec {self.meta}", got, "use the run's codec"))
@@ -192,7 +197,7 @@ class Codec:
         if len(encoded.tensors) != num_known:
             got = f"num_tensors={len(encoded.tensors)}, num_known={num_known}"
             raise ValueError(explain("the message must hold no other tensor", got, "send the entry's tensors"))
-        return {name: self._unpack(parts[name], start.detach()) for name, start in base.items()}
+        return parts
 
     def _num_top(self, numel: int) -> int:
         if numel > MAX_INDEXED:

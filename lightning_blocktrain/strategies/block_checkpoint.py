@@ -50,7 +50,9 @@ def own_states(workers: SimulatedWorkers) -> dict[str, Any]:
     """Return ``worker_states`` between two rounds, without the tensors that are the masters bit for bit."""
     states = worker_states(workers)
     for worker in workers:
-        own = {name: tensor for name, tensor in worker.local.items() if not torch.equal(tensor, workers.merged[name])}
+        # Without a base nobody knows whether the interface was merged in this round.
+        sure = () if workers.holds_base else workers.interface_names
+        own = {n: t for n, t in worker.local.items() if n in sure or not torch.equal(t, workers.merged[n])}
         states[worker_key(workers, worker)]["local"] = own
     return states
 

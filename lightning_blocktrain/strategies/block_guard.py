@@ -19,6 +19,7 @@ from lightning_blocktrain.rounds import RoundRules
 from lightning_blocktrain.rounds.codecs import Codec
 from lightning_blocktrain.strategies.cluster import check_exchange
 from lightning_blocktrain.strategies.contract import CONFIGURE_BLOCKS, refuse_module
+from lightning_blocktrain.strategies.prefix import parts_of
 
 HOOKS = {
     "configure_blocks": CONFIGURE_BLOCKS,
@@ -171,7 +172,7 @@ class BlockGuard:
             (part, block_idx)
             for block_idx, layers in enumerate(partition.blocks)
             for layer in layers
-            for part in _parts(layer)
+            for part in parts_of(layer)
             if partition.num_blocks > 1
         ]
         # Before it runs: a worker's process does not hold the tensors of other blocks.
@@ -247,11 +248,6 @@ class BlockGuard:
                 )
 
         return hook
-
-
-def _parts(layer: nn.Module) -> list[nn.Module]:
-    """Return a layer and its submodules; a compiled layer alone, since hooks inside it would compile it again."""
-    return [layer] if hasattr(layer, "_orig_mod") else list(layer.modules())
 
 
 def _refuse_gradient(block_idx: int, owner: str) -> None:

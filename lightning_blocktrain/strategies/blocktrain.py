@@ -10,7 +10,9 @@ the deadline on a virtual clock. With several ``devices``, or where a run is joi
 """
 
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from pathlib import Path
 from typing import Any, Literal, cast
 
 import lightning as L
@@ -25,7 +27,6 @@ from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.types import STEP_OUTPUT
-from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -40,6 +41,7 @@ from lightning_blocktrain.rounds import OuterSGD, RoundRules
 from lightning_blocktrain.rounds.codecs import Codec, CodecName
 from lightning_blocktrain.rounds.merge import LateRule
 from lightning_blocktrain.rounds.pace import LocalSteps
+from lightning_blocktrain.rounds.values import ValueCodec, as_value_codec
 from lightning_blocktrain.strategies import block_checkpoint
 from lightning_blocktrain.strategies.block_guard import (
     BlockGuard,
@@ -52,14 +54,16 @@ from lightning_blocktrain.strategies.block_guard import (
 )
 from lightning_blocktrain.strategies.cluster import Exchange
 from lightning_blocktrain.strategies.contract import refuse_optimizers, refusing_several_optimizers
+from lightning_blocktrain.strategies.feature_cache import CacheSettings, FeatureCache, FeatureDtype, make_cache
 from lightning_blocktrain.strategies.finite import refuse_non_finite_loss, with_finite_gradients
 from lightning_blocktrain.strategies.headless import MemberLauncher
 from lightning_blocktrain.strategies.member import Member, MemberSettings
 from lightning_blocktrain.strategies.place import find_place
 from lightning_blocktrain.strategies.progress import is_last_step
 from lightning_blocktrain.strategies.round_counters import RoundCounters
-from lightning_blocktrain.strategies.simulated_run import RunSettings, SimulatedRun, refuse_no_count
-from lightning_blocktrain.strategies.worker_batches import WorkerBatches, WorkerBatchLoader, batch_of
+from lightning_blocktrain.strategies.run_settings import RunSettings, refuse_no_count
+from lightning_blocktrain.strategies.simulated_run import SimulatedRun
+from lightning_blocktrain.strategies.worker_batches import WorkerBatches, WorkerBatchLoader, batch_of, is_dealt
 from lightning_blocktrain.strategies.worker_run import WorkerRun
 from lightning_blocktrain.strategies.worker_shard import dealt
 from lightning_blocktrain.strategies.workers import InnerState, Worker, restore_process_streams
@@ -71,8 +75,8 @@ class BlockTrainStrategy(RoundCounters, SingleDeviceStrategy):
 
     With ``devices=1`` ``num_blocks * replicas`` simulated workers train in this process, with ``devices=W`` W worker
     processes on this machine (the script is run again for each), worker w on block ``w mod num_blocks``. Between
-    batches (validation, checkpoints, your callbacks) the module holds the merged masters, in the Trainer's own process
-    all of them; what is written to them there does not reach the workers.
+    batches (validation, checkpoints, your callbacks) the module holds the merged masters in the Trainer's own process;
+    what is written to them there does not reach the workers. In any other process it holds what its worker trains.
 
     Args:
         num_blocks: B; None: the module's own number, else the largest divisor of its layers up to 4.
@@ -101,6 +105,13 @@ class BlockTrainStrategy(RoundCounters, SingleDeviceStrategy):
             ``deadline_s``.
         codec: How updates travel: ``fp32``, ``bf16``, ``int8`` or ``topk``, or a ``Codec`` with options; the last
             three with error feedback.
+        prefix_every: Rounds between two fetches of the blocks before its own, where a module declares
+            ``prefix="frozen"``.
+        prefix_codec: How these travel, and how a worker keeps them: ``bf16``, ``fp32`` or ``int8``.
+        prefix_cache: Folder for what blocks read of their batches (the module's ``block_features``), for shards that
+            are visited more than once between two fetches; None: it is computed for every batch.
+        prefix_cache_gib: Largest size of that folder.
+        prefix_cache_dtype: Of the values in it: ``bf16``, or ``fp32``, which gives the same losses bit for bit.
         exchange: With processes that torchrun or SLURM has started, updates travel over HTTP to a coordinator that rank
             0 starts (``http``), or between the ranks without one (``collective``), which has no deadline: every round
             waits for all.
@@ -129,6 +140,7 @@ class BlockTrainStrategy(RoundCounters, SingleDeviceStrategy):
     _partition: Partition | None = None
     _run: SimulatedRun | WorkerRun | None = None
     _guard: BlockGuard | None = None
+    _cache: FeatureCache | None = None
     _acting: Worker | None = None
     _batch_counted = False
     _last_state: dict[str, Any] | None = None
@@ -154,6 +166,11 @@ class BlockTrainStrategy(RoundCounters, SingleDeviceStrategy):
         local_steps: LocalSteps = "fixed",
         deadline_quantile: float | None = None,
         codec: CodecName | Codec = "fp32",
+        prefix_every: int = 1,
+        prefix_codec: ValueCodec = "bf16",
+        prefix_cache: str | Path | None = None,
+        prefix_cache_gib: float = 4.0,
+        prefix_cache_dtype: FeatureDtype = "bf16",
         exchange: Exchange = "http",
         coordinator: str | None = None,
         join_timeout_s: float = 300.0,
@@ -185,8 +202,19 @@ class BlockTrainStrategy(RoundCounters, SingleDeviceStrategy):
         outer = outer_optimizer or OuterSGD()
         refuse_exchange(exchange, rules, codec, local_steps)
         self.settings = RunSettings(
-            replicas, sync_every, interface_every, inner_state, rules, outer, network, codec, local_steps
+            replicas,
+            sync_every,
+            interface_every,
+            inner_state,
+            rules,
+            outer,
+            network,
+            codec,
+            local_steps,
+            prefix_every,
+            as_value_codec("prefix_codec", prefix_codec),
         )
+        self.cache_settings = CacheSettings(prefix_cache, prefix_cache_gib, prefix_cache_dtype)
         self.limits = MemberSettings(join_timeout_s, reconnect_timeout_s, on_missing_block)
         self.num_blocks = num_blocks
         self._coordinator = coordinator
@@ -296,6 +324,7 @@ class BlockTrainStrategy(RoundCounters, SingleDeviceStrategy):
                 seed = torch.initial_seed() % 2**63
                 self._run = SimulatedRun(self.lightning_module, self.partition, self.settings, seed)
             self._tally = self._run.tally
+            self._cache = make_cache(self.cache_settings, self.lightning_module, self.partition)
             self._guard = BlockGuard(self.lightning_module, self.partition, self._run.workers.tensors)
             warn_of_stale_validation(trainer, self.settings.sync_every)
 
@@ -324,7 +353,7 @@ class BlockTrainStrategy(RoundCounters, SingleDeviceStrategy):
     @override
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
         """Move one batch, or each worker's batch on its own, so that the module's transfer hooks see single ones."""
-        if not _is_dealt(batch):
+        if not is_dealt(batch):
             return super().batch_to_device(batch, device, dataloader_idx)
         move = super().batch_to_device
         return WorkerBatches(move(batch_of(batch, w), device, dataloader_idx) for w in range(self.num_workers))
@@ -379,11 +408,17 @@ class BlockTrainStrategy(RoundCounters, SingleDeviceStrategy):
         if not self._batch_counted:  # an optimizer such as LBFGS evaluates its batch many times
             self.run.count_batch(worker, count_tokens(module, batch))
             self._batch_counted = True
-        with self.precision_plugin.train_step_context(), guard.watch(worker.block_idx):
+        with self.precision_plugin.train_step_context(), guard.watch(worker.block_idx), self._features(worker):
             output = cast(SupportsBlockTraining, module).block_training_step(batch, batch_idx, worker.block_idx)
         loss = output.get("loss") if isinstance(output, Mapping) else output  # Lightning says what a dict must hold
         refuse_non_finite_loss(loss, self._place(worker))
         return output
+
+    def _features(self, worker: Worker) -> AbstractContextManager[None]:
+        if self._cache is None:
+            return nullcontext()
+        assert self.lightning_module is not None
+        return self._cache.serving(self.lightning_module, self.run.workers.prefix, worker.block_idx)
 
     def _place(self, worker: Worker) -> str:
         return f"at step {self._trainer.global_step}, block {worker.block_idx}, worker {worker.worker_id}"
@@ -479,14 +514,8 @@ class BlockTrainStrategy(RoundCounters, SingleDeviceStrategy):
         if self._member is not None:
             self._member.close()
         if self._run is not None:
+            self._run.workers.prefix.remove()
             self._last_state = move_data_to_device(self._run_state(), torch.device("cpu"))
             self.optimizers[0].state = self._run.workers.first_state()
-        self._guard = self._run = self._partition = None
+        self._guard = self._run = self._partition = self._cache = None
         super().teardown()
-
-
-def _is_dealt(batch: Any) -> bool:
-    """Return whether ``batch`` holds one batch per worker."""
-    found: list[bool] = []
-    apply_to_collection(batch, WorkerBatches, lambda _: found.append(True))
-    return bool(found)

@@ -28,9 +28,10 @@ from typing_extensions import override
 
 from lightning_blocktrain.pipeline.account import TimeAccount
 from lightning_blocktrain.pipeline.base import FinishedBatch
+from lightning_blocktrain.pipeline.credit import Credit
 from lightning_blocktrain.pipeline.orders import Clip
 from lightning_blocktrain.pipeline.readout import ConsensusWeights
-from lightning_blocktrain.pipeline.settings import Backend, Lag, Mode, PipelineSettings, StageSplit
+from lightning_blocktrain.pipeline.settings import Backend, Lag, Mode, PipelineSettings, Schedule, StageSplit
 from lightning_blocktrain.pipeline.split import StageCut
 from lightning_blocktrain.pipeline.stage import Method
 from lightning_blocktrain.strategies.batch_log import BatchLog, DoneBatch, num_samples_or_1
@@ -39,6 +40,7 @@ from lightning_blocktrain.strategies.pipeline_run import PipelineRun
 from lightning_blocktrain.strategies.progress import is_last_step
 from lightning_blocktrain.strategies.stage_guard import (
     asked_stages,
+    known_switch_step,
     num_groups,
     refuse_callbacks,
     refuse_closures,
@@ -78,10 +80,17 @@ class BoundedHorizonStrategy(SingleDeviceStrategy):
             so that two runs agree.
         stage_split: ``even``, the number of layers of each stage, or ``auto``: after 25 steps layers move so that
             the stages' measured work balances.
-        consensus_weights: ``uniform``, ``depth`` (proportional to s, for the final stage's favour), or one number
-            per stage.
+        consensus_weights: ``uniform``, ``depth`` (proportional to s, for the final stage's favour), ``final`` (the
+            final stage counts as much as S others), or one number per stage.
         clip: Largest gradient norm of each stage; None: the Trainer's ``gradient_clip_val``, per stage.
         stage_timeout_s: Longest wait for any sign of life of a stage, in seconds.
+        credit: What a stage learns from: ``local``, its own loss, or ``next_stage``, the sum of its own and the next
+            stage's. The stages between the first and the final one then run a third more backward pass, and each
+            keeps the activations of two batches: it learns from a batch, and steps, after the forward pass of the
+            batch that follows (in serial modes at once, unless ``lag="pipeline"``).
+        schedule: ``local`` to the end, or ``local_then_bp``: after a share of ``max_steps`` all layers learn as one
+            stage, by global backpropagation, with the optimizer state they have.
+        switch_frac: That share, between 0 and 1; None: one half.
         accelerator: As Lightning passes it.
         checkpoint_io: As Lightning passes it.
         precision_plugin: As Lightning passes it.
@@ -109,6 +118,9 @@ class BoundedHorizonStrategy(SingleDeviceStrategy):
         consensus_weights: ConsensusWeights = "uniform",
         clip: float | None = None,
         stage_timeout_s: float = 300.0,
+        credit: Credit = "local",
+        schedule: Schedule = "local",
+        switch_frac: float | None = None,
         accelerator: Accelerator | None = None,
         checkpoint_io: CheckpointIO | None = None,
         precision_plugin: Precision | None = None,
@@ -128,6 +140,9 @@ class BoundedHorizonStrategy(SingleDeviceStrategy):
             consensus_weights=consensus_weights,
             clip=clip,
             stage_timeout_s=stage_timeout_s,
+            credit=credit,
+            schedule=schedule,
+            switch_frac=switch_frac,
         )
         self.parallel_devices: list[torch.device] = []
         self.num_nodes = 1
@@ -152,7 +167,7 @@ class BoundedHorizonStrategy(SingleDeviceStrategy):
 
     @property
     def cut(self) -> StageCut:
-        """How the module is cut; known from ``setup`` to ``teardown``."""
+        """How the module is cut into stages that learn locally; known from ``setup`` to ``teardown``."""
         if self._run is None:
             raise AttributeError("cut is known from setup to teardown")
         return self._run.cut
@@ -190,6 +205,7 @@ class BoundedHorizonStrategy(SingleDeviceStrategy):
         groups = num_groups(self.settings, devices) if self.settings.method == "bp_groups" else 0
         sizes = (len(layout.layers),) if groups else stage_sizes(self.settings, len(layout.layers), devices)
         refuse_precision(self.precision_plugin, self.settings)
+        switch_step = known_switch_step(self.settings, trainer.max_steps)
         refuse_callbacks(trainer.callbacks, self.settings)  # type: ignore[attr-defined]
         super().setup(trainer)
         refuse_optimizers(self.optimizers, self.strategy_name)
@@ -197,7 +213,8 @@ class BoundedHorizonStrategy(SingleDeviceStrategy):
         context = self.precision_plugin.train_step_context
         if self._run is not None:  # Lightning skips the teardown where a callback fails in ``on_exception``
             self._run.close()
-        self._run = PipelineRun(module, layout, self.optimizers[0], self.settings, sizes, groups, context)
+        optimizer = self.optimizers[0]
+        self._run = PipelineRun(module, layout, optimizer, self.settings, sizes, groups, context, switch_step)
         self._log, self._newest_loss, self._last_extra = BatchLog(), None, None
 
     @override

@@ -42,7 +42,9 @@ from lightning_blocktrain.errors import (
     explain,
 )
 from lightning_blocktrain.rounds import INTERFACE, Params, Receipt, Verdict, block_entry
+from lightning_blocktrain.rounds.codecs import Codec
 from lightning_blocktrain.rounds.merge import as_params, delta_norm
+from lightning_blocktrain.rounds.values import encode_values
 from lightning_blocktrain.strategies.cluster import GROUP_TIMEOUT_S, Board, group_device
 from lightning_blocktrain.strategies.collective_entry import CollectiveEntry
 from lightning_blocktrain.strategies.collective_merge import GATHERED_VALUES, Header, packed, pieces_of, unpacked
@@ -133,17 +135,22 @@ class CollectiveLine(Transport):
     # What a worker asks
 
     @override
-    def fetch(self, entry: str, newer_than: int = -1, timeout_s: float = 20.0) -> Fetched | None:
+    def fetch(
+        self, entry: str, newer_than: int = -1, timeout_s: float = 20.0, codec: Codec | None = None
+    ) -> Fetched | None:
         self._refuse_closed()
         if self._groups is None:
             self._begin()
         kept = self._entries[entry]
-        if kept.master is None and entry not in self._fresh and not self._reads(self._rank, entry):
-            self._meet_end()  # only who makes its model whole after the run asks for what it neither trains nor reads
+        if kept.master is None and codec is None and self._rank != 0:
+            self._meet_end()  # only who makes its model whole after the run asks for what it does not train as it is
         if kept.version > newer_than:
             # What is shown of other blocks is handed over once: a round that merged nothing has nothing to show.
             shown = self._fresh.pop(entry, {}) if kept.master is None else dict(kept.master)
-            return Fetched(kept.version, shown)
+            if codec is None:
+                return Fetched(kept.version, shown)
+            encoded = encode_values(codec, shown)
+            return Fetched(kept.version, encoded.tensors, meta=encoded.meta)
         if self._ended:
             raise RunEndedError(self._ended)
         return None
@@ -317,7 +324,7 @@ class CollectiveLine(Transport):
         for entry, kept in self._entries.items():
             if entry != INTERFACE:
                 whole = self._broadcast(WORLD, entry, kept.master, kept.lowest)
-                if kept.master is None and not self._reads(self._rank, entry):
+                if kept.master is None:
                     self._fresh[entry] = whole
 
     def _pass_round(self) -> None:

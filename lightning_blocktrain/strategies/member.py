@@ -44,7 +44,7 @@ from lightning_blocktrain.strategies.passed_fits import noted_fits
 from lightning_blocktrain.strategies.place import Place
 from lightning_blocktrain.strategies.progress import skip_steps
 from lightning_blocktrain.strategies.run_parts import RunParts, warn_of_fresh_starts
-from lightning_blocktrain.strategies.simulated_run import RunSettings
+from lightning_blocktrain.strategies.run_settings import RunSettings
 from lightning_blocktrain.strategies.state_files import WorkerFiles, kept_versions, worker_folder
 from lightning_blocktrain.strategies.worker_run import WorkerRun, masters_of
 from lightning_blocktrain.strategies.worker_shard import Shard
@@ -171,7 +171,15 @@ class Member:
         if welcome is not None:
             settings, block_idx = replace(settings, sync_every=welcome.terms.sync_every), welcome.block_idx
         run = WorkerRun(
-            module, partition, settings, shard.worker_id, block_idx, shard.seed, self.leads, self._ends_with_fit
+            module,
+            partition,
+            settings,
+            shard.worker_id,
+            block_idx,
+            shard.seed,
+            assembles=self.leads,
+            for_good=self._ends_with_fit,
+            drops_base=True,
         )
         self._run = run
         if self._num_workers is not None:
@@ -227,7 +235,7 @@ class Member:
         if self._more.get("states") is not None:
             assert self._run is not None
             files = WorkerFiles(Path(self._more["states"]), self.shard.worker_id, self._more["kept_versions"])
-            files.write(self._run.version, block_checkpoint.own_states(self._run.workers))
+            files.write(self._run.version, self._run.own_states())
 
     def _settle_parts(self) -> None:
         if self._parts is not None and self._line is not None:
@@ -371,6 +379,8 @@ class Member:
             join_timeout_s=self.limits.join_timeout_s,
             on_missing_block=self.limits.on_missing_block,
             codec=replace(self.settings.codec, spared=self._spared),
+            prefix_every=self.settings.prefix_every,
+            prefix_codec=replace(self.settings.prefix_codec, spared=self._spared),
             local_steps=self.settings.local_steps,
             identity={"model": _shape_digest(masters)},
             worker_settings={"seed": seed, "order_state": _as_text(order_state), "start_step": self.start_step},

@@ -46,6 +46,7 @@ class PipelineRun:
         sizes: Layers per stage to begin with.
         num_groups: Groups of ``bp_groups``; 0 for the other methods.
         context: Context of a forward pass.
+        switch_step: Optimizer steps after which all layers learn as one stage; None: never.
     """
 
     def __init__(
@@ -57,11 +58,13 @@ class PipelineRun:
         sizes: Sequence[int],
         num_groups: int,
         context: Context,
+        switch_step: int | None = None,
     ) -> None:
         self._module, self._layout, self._optimizer, self._settings = module, layout, optimizer, settings
         self._num_groups, self._context = num_groups, context
         self.cut: StageCut = cut_stages(module, layout, sizes)
         self._weights = consensus_weights(settings.consensus_weights, len(sizes))
+        self._switch_step, self._as_one = switch_step, False
         self._flags = [(name, p, p.requires_grad) for name, p in module.named_parameters()]
         self._pipeline: Pipeline | None = None
         self._room = (0, 0)
@@ -95,6 +98,7 @@ class PipelineRun:
         Returns:
             The share of the batch in each part.
         """
+        self._switch_if_due(first_step)
         parts = split_batch(batch, self._settings.micro_batches)
         for part, share_of_batch in parts:
             if self._pipeline is None or not self._pipeline.fits(part) or self._outgrows(part):
@@ -111,7 +115,7 @@ class PipelineRun:
         self._refuse_changed_flags()
         self._pipeline.step(groups, clip)
         self._since_step = []
-        if self._to_balance:
+        if self._to_balance and not self._as_one:
             self._balance()
 
     def finished(self, wait: bool) -> list[FinishedBatch]:
@@ -168,6 +172,17 @@ class PipelineRun:
             for known in self._probed
         )
 
+    def _switch_if_due(self, first_step: int) -> None:
+        """Let all layers learn as one from the first batch of the step that the schedule says."""
+        num_steps = self._pipeline.num_steps if self._pipeline is not None else first_step
+        due = self._switch_step is not None and num_steps >= self._switch_step
+        if self._pipeline is None:
+            self._as_one = due
+        elif due and not self._as_one:
+            rank_zero_info(f"schedule='local_then_bp': all layers learn as one from step {num_steps} on.")
+            self._as_one = True
+            self._restart(num_steps)
+
     def _restart(self, first_step: int) -> None:
         if self._pipeline is not None:
             first_step = self._pipeline.num_steps
@@ -207,11 +222,18 @@ class PipelineRun:
     def _build(self) -> list[Stage]:
         if self._num_groups:
             return build_groups(self._module, self._layout, self._num_groups, self._optimizer, self._context)
-        method = self._settings.method
-        return build_stages(self._module, self.cut, method, self._optimizer, self._weights, self._context)
+        if self._as_one:
+            whole = cut_stages(self._module, self._layout, [len(self._layout.layers)])
+            return build_stages(self._module, whole, "bp", self._optimizer, (1.0,), self._context)
+        settings = self._settings
+        return build_stages(
+            self._module, self.cut, settings.method, self._optimizer, self._weights, self._context, settings.credit
+        )
 
     def _seed(self, stages: Sequence[Stage]) -> None:
         """Give each stage a random stream: the one it had, else stage 0 the process's and the others one each."""
+        if self._as_one:  # the first stage's stream goes on
+            self.random_states = self.random_states[:1]
         if len(self.random_states) != len(stages):
             seed = torch.initial_seed()
             generators = [torch.Generator().manual_seed((seed + idx) % 2**63) for idx in range(1, len(stages))]

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from lightning_blocktrain.rounds import RoundReport
-from lightning_blocktrain.strategies.simulated_run import Tally
+from lightning_blocktrain.strategies.tally import Tally
 
 
 class RoundCounters:
@@ -45,3 +45,23 @@ class RoundCounters:
     def sent_bytes(self) -> int:
         """Bytes of the updates that the workers of this process have sent, as encoded; masters come back beside."""
         return self._tally.sent_bytes
+
+    @property
+    def prefix_bytes(self) -> int:
+        """Bytes of the frozen prefixes that the workers of this process have fetched, as encoded."""
+        return self._tally.prefix_bytes
+
+    @property
+    def prefix_tokens(self) -> int:
+        """Layer-tokens: target tokens of the workers of this process, once for every call of a frozen layer."""
+        return self._tally.prefix_tokens
+
+    @property
+    def prefix_s(self) -> float:
+        """Seconds in frozen layers, decoding included; on an accelerator, until their work is queued."""
+        return self._tally.prefix_s
+
+    @property
+    def prefix_cache_hits(self) -> int:
+        """Batches whose features were found on disk, so that no frozen layer ran."""
+        return self._tally.prefix_cache_hits

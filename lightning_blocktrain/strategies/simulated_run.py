@@ -4,109 +4,22 @@ Owns what happens between the steps; knows nothing of Lightning.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_blocktrain.coordinator import (
-    NetworkModel,
-    SimulatedCoordinator,
-    WorkerRound,
-    preset_network,
-    update_bytes_of,
-)
-from lightning_blocktrain.errors import explain
+from lightning_blocktrain.coordinator import SimulatedCoordinator, WorkerRound, update_bytes_of
 from lightning_blocktrain.partition import Partition
-from lightning_blocktrain.rounds import INTERFACE, OuterSGD, RoundReport, RoundRules, block_entry
+from lightning_blocktrain.rounds import INTERFACE, RoundReport, block_entry
 from lightning_blocktrain.rounds.codecs import Codec, wire_bytes
-from lightning_blocktrain.rounds.pace import LocalSteps, check_local_steps
 from lightning_blocktrain.strategies import block_checkpoint
-from lightning_blocktrain.strategies.workers import (
-    InnerState,
-    SimulatedWorkers,
-    Worker,
-    buffer_names,
-    fp32,
-    process_streams,
-)
+from lightning_blocktrain.strategies.run_settings import RunSettings
+from lightning_blocktrain.strategies.tally import Tally
+from lightning_blocktrain.strategies.workers import SimulatedWorkers, Worker, buffer_names, fp32, process_streams
 
-
-@dataclass(frozen=True)
-class RunSettings:
-    """How a run trains and merges; the strategy's arguments, checked.
-
-    Raises:
-        ValueError: If a value is out of range.
-    """
-
-    replicas: int
-    sync_every: int
-    interface_every: int
-    inner_state: InnerState
-    rules: RoundRules
-    outer_optimizer: OuterSGD
-    network: str | NetworkModel
-    codec: Codec = field(default_factory=lambda: Codec("fp32"))
-    local_steps: LocalSteps = "fixed"
-
-    def __post_init__(self) -> None:
-        check_local_steps(self.local_steps)
-        if not isinstance(self.codec, Codec):
-            got = f"codec={self.codec!r}"
-            raise ValueError(explain("codec must be a Codec or its name", got, "choose fp32, bf16, int8 or topk"))
-        for name in ("replicas", "sync_every", "interface_every"):
-            refuse_no_count(name, getattr(self, name))
-        if not isinstance(self.outer_optimizer, OuterSGD):
-            got = f"outer_optimizer={self.outer_optimizer!r}"
-            raise ValueError(explain("outer_optimizer must be an OuterSGD", got, "use OuterSGD(lr, momentum)"))
-        if self.inner_state not in ("keep", "reset", "average"):
-            rule = "inner_state must be 'keep', 'reset' or 'average'"
-            raise ValueError(explain(rule, f"inner_state={self.inner_state!r}", "choose one"))
-        if isinstance(self.network, str):
-            self.network_for(num_workers=1, update_bytes=1)  # an unknown name is an error here, not hours later
-
-    def network_for(self, num_workers: int, update_bytes: int) -> NetworkModel:
-        """Return the network model; a preset is calibrated to the deadline and the largest worker's bytes."""
-        if isinstance(self.network, NetworkModel):
-            return self.network
-        return preset_network(self.network, num_workers, self.rules.deadline_s, self.sync_every, update_bytes)
-
-
-def refuse_no_count(name: str, value: object) -> None:
-    """Refuse anything but a whole number of at least 1.
-
-    Raises:
-        ValueError: Naming the argument.
-    """
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ValueError(explain(f"{name} must be at least 1, a whole number", f"{name}={value!r}", "use 1 or more"))
-
-
-@dataclass
-class Tally:
-    """What a run has done so far; outlives the run.
-
-    Args:
-        num_rounds_closed: Training rounds finished.
-        worker_steps: Inner optimizer steps, summed over workers.
-        worker_tokens: Target tokens processed, summed over workers.
-        accepted_tokens: Target tokens behind the accepted block updates.
-        sent_bytes: Of the updates that the workers of this process have sent, as encoded.
-        round_reports: The reports of the newest finished round, one per entry that closed.
-    """
-
-    num_rounds_closed: int = 0
-    worker_steps: int = 0
-    worker_tokens: int = 0
-    accepted_tokens: int = 0
-    sent_bytes: int = 0
-    round_reports: Sequence[RoundReport] = field(default=())
-
-    def state_dict(self) -> dict[str, int]:
-        """Return the counters; reports are not resumed."""
-        return {name: value for name, value in vars(self).items() if isinstance(value, int)}
+__all__ = ["RunSettings", "SimulatedRun"]
 
 
 class SimulatedRun:
@@ -141,6 +54,8 @@ class SimulatedRun:
             interface_every=settings.interface_every,
             upload_frac=_upload_frac(self._codec, masters),
         )
+        self._prefix_codec = replace(settings.prefix_codec, spared=spared)
+        self._renew_prefix()
 
     @property
     def learners(self) -> list[Worker]:
@@ -154,6 +69,7 @@ class SimulatedRun:
         """Count a batch that ``worker`` has trained on."""
         worker.num_tokens += num_tokens
         self.tally.worker_tokens += num_tokens
+        self.workers.prefix.batch_tokens = num_tokens
 
     def finish_step(self, last: bool) -> None:
         """Count one inner step of every worker; close the round if it is full or the run ends here."""
@@ -163,6 +79,7 @@ class SimulatedRun:
         for worker in self.workers:
             worker.gradients = {}  # spent; what one worker needs at a time is not held for all of them
         self.tally.worker_steps += len(learners)
+        self.tally.count_prefix(self.workers.prefix)
         self.steps_in_round += 1
         if last or self.steps_in_round == self.settings.sync_every:
             self.finish_round(final=last)
@@ -184,6 +101,22 @@ class SimulatedRun:
         self.tally.num_rounds_closed += 1
         self.tally.round_reports = outcome.reports
         self.tally.accepted_tokens = self.coordinator.accepted_tokens
+        self._renew_prefix()
+
+    def _renew_prefix(self) -> None:
+        """Let every worker fetch the blocks before its own, in the rounds in which the real protocol does."""
+        prefix, version = self.workers.prefix, self.coordinator.round_idx
+        if version % self.settings.prefix_every:
+            return
+        for block_idx in range(self.partition.num_blocks - 1 if self._reads_prefix else 0):
+            master = self.coordinator.masters[block_entry(block_idx)]
+            prefix.take_master(block_idx, version, self._prefix_codec, master)
+            readers = [worker for worker in self.workers if worker.block_idx > block_idx]
+            self.tally.prefix_bytes += len(readers) * prefix.bytes_of(block_idx)
+
+    @property
+    def _reads_prefix(self) -> bool:
+        return self.partition.layout.prefix == "frozen"
 
     def finish(self) -> None:
         """Merge what a run that was stopped inside a round has not merged; deliver what is still under way.
@@ -241,7 +174,11 @@ class SimulatedRun:
 
     def state_dict(self) -> dict[str, Any]:
         """Return everything a resumed run needs; tensors, dicts, lists, str, int, float and None only."""
+        version = self.coordinator.round_idx
+        # What is as new as the masters follows from them.
+        is_stale = self._reads_prefix and version % self.settings.prefix_every
         return {
+            **({"prefix": {"round": version, "blocks": self.workers.prefix.state_dict()}} if is_stale else {}),
             "shape": self.shape(),
             "steps_in_round": self.steps_in_round,
             "tally": self.tally.state_dict(),
@@ -274,6 +211,10 @@ class SimulatedRun:
         self.coordinator.load_state_dict(state["coordinator"])  # first, since it refuses other tensors by name
         block_checkpoint.load_worker_states(self.workers, optimizer, param_groups, state["workers"])
         self.steps_in_round = state["steps_in_round"]
+        if "prefix" in state:
+            self.workers.prefix.load_state_dict(state["prefix"]["blocks"])
+        else:
+            self._renew_prefix()
         self.tally = Tally(**state["tally"])
 
 

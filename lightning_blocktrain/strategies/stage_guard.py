@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from lightning_blocktrain.errors import explain
 from lightning_blocktrain.partition import as_layout, default_num_blocks, divisors
+from lightning_blocktrain.pipeline.exits import exits_of
 from lightning_blocktrain.pipeline.settings import PipelineSettings, num_cores
 from lightning_blocktrain.pipeline.split import even_sizes
 from lightning_blocktrain.protocols import BlockLayout
@@ -52,8 +53,8 @@ def stage_layout(module: L.LightningModule) -> BlockLayout:
     """Return the layout of a module that stages can train.
 
     Raises:
-        MisconfigurationException: If it lacks a hook, optimises by hand, is compiled as a whole, or overrides a hook
-            that stages do not call.
+        MisconfigurationException: If it lacks a hook, optimises by hand, is compiled as a whole, overrides a hook
+            that stages do not call, or has private exits that do not fit its layers.
     """
     if missing_hooks(module, HOOKS) == ["stage_embed", "stage_loss"] and _has_separate_blocks(module):
         rule = "stages learn from one another's features, and the blocks of this module have inputs of their own"
@@ -63,6 +64,7 @@ def stage_layout(module: L.LightningModule) -> BlockLayout:
         if getattr(type(module), hook) is not getattr(L.LightningModule, hook):
             raise MisconfigurationException(explain(f"{hook} must not be overridden: {why}", hook, "remove it"))
     layout = as_layout(module.configure_blocks())  # type: ignore[operator]
+    exits_of(module, len(layout.layers))
     for idx, layer in enumerate(layout.layers):
         _refuse_signature(module, idx, layer)
     return layout
@@ -133,6 +135,18 @@ def stage_sizes(settings: PipelineSettings, num_layers: int, devices: int) -> tu
         fix = f"choose one of {', '.join(map(str, divisors(num_layers)))}, or stage_split='auto' or a list"
         raise MisconfigurationException(explain("num_stages must divide num_layers for stage_split='even'", got, fix))
     return even_sizes(num_layers, num_stages)
+
+
+def known_switch_step(settings: PipelineSettings, max_steps: int) -> int | None:
+    """Return the optimizer steps after which all layers learn as one; None: they never do.
+
+    Raises:
+        MisconfigurationException: If the number of steps is not known.
+    """
+    if settings.schedule != "local" and max_steps < 0:
+        rule = "schedule='local_then_bp' switches after a share of max_steps"
+        raise MisconfigurationException(explain(rule, f"max_steps={max_steps}", "give the Trainer max_steps"))
+    return settings.switch_step(max_steps)
 
 
 def num_groups(settings: PipelineSettings, devices: int) -> int:

@@ -18,7 +18,8 @@ def make_whole(workers: SimulatedWorkers, names_of: Mapping[str, Sequence[str]],
     """Fetch the newest masters of the blocks that the module does not hold; call it while no worker acts.
 
     The blocks may be of different versions. What cannot be had is NaN from then on, and a warning says so: zeros or
-    first values would pass for weights.
+    first values would pass for weights. A worker without a base (``SimulatedWorkers.drop_base``) shows its replica
+    until then; where its masters cannot be had, that stays.
 
     Args:
         workers: Of this process.
@@ -26,14 +27,18 @@ def make_whole(workers: SimulatedWorkers, names_of: Mapping[str, Sequence[str]],
         line: To the coordinator; None: there is none any more.
     """
     cause: object = "the line is closed"
-    for entry in _released(workers, names_of):
+    released = _released(workers, names_of)
+    for entry in names_of if not workers.holds_base else released:
         try:
             fetched = None if line is None else line.fetch(entry, -1, FETCH_TIMEOUT_S)
         except TransportError as exc:
             cause = exc
             break
-        if fetched is not None:
+        if fetched is not None and entry in released:
             workers.take_back(fetched.params)
+        elif fetched is not None:
+            workers.load_masters(fetched.params)
+    workers.end_training()
     lost = _released(workers, names_of)
     if lost:
         # Not rank_zero_warn: it is silent in every process that joins.

@@ -21,6 +21,13 @@ def batch_of(dealt: Any, worker_id: int) -> Any:
     return apply_to_collection(dealt, WorkerBatches, lambda batches: batches[worker_id])
 
 
+def is_dealt(batch: Any) -> bool:
+    """Return whether ``batch`` holds one batch per worker."""
+    found: list[bool] = []
+    apply_to_collection(batch, WorkerBatches, lambda _: found.append(True))
+    return bool(found)
+
+
 class WorkerBatchLoader:
     """Groups ``num_workers`` consecutive batches: batch j of the epoch's order goes to worker j mod ``num_workers``.
 

@@ -10,7 +10,7 @@ submitted before anything is awaited. Waiting happens in short slices, so that w
 import logging
 import time
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import Tensor, nn
@@ -28,12 +28,15 @@ from lightning_blocktrain.errors import (
 from lightning_blocktrain.heap import trim_heap
 from lightning_blocktrain.partition import Partition
 from lightning_blocktrain.rounds import INTERFACE, Verdict, block_entry
+from lightning_blocktrain.rounds.codecs import Codec
 from lightning_blocktrain.strategies import block_checkpoint
 from lightning_blocktrain.strategies.pace import Pace
-from lightning_blocktrain.strategies.simulated_run import RunSettings, Tally
+from lightning_blocktrain.strategies.prefix_reader import PrefixReader
+from lightning_blocktrain.strategies.run_settings import RunSettings
+from lightning_blocktrain.strategies.tally import Tally
 from lightning_blocktrain.strategies.whole import make_whole
 from lightning_blocktrain.strategies.workers import SimulatedWorkers, Worker, fp32, process_streams, trained_tensors
-from lightning_blocktrain.transport import Submission, Transport, Welcome
+from lightning_blocktrain.transport import Fetched, Submission, Transport, Welcome
 
 log = logging.getLogger(__name__)
 
@@ -56,10 +59,11 @@ class WorkerRun:
         worker_id: Which worker.
         block_idx: The block it trains.
         seed: Of the run, for the worker's random stream.
-        assembles: Whether the module is to show all blocks' masters; else those that the worker's loss reads, and the
-            others are released.
+        assembles: Whether the module is to show all blocks' masters; else the others are released.
         for_good: Whether nobody uses the module after the run, so that ``make_whole`` is never called.
         clock: Seconds, monotonic, for the worker's pace.
+        drops_base: Whether the module may show the worker's replica between steps, where the updates travel as they
+            are; that saves the memory of the master.
     """
 
     def __init__(
@@ -73,6 +77,7 @@ class WorkerRun:
         assembles: bool = False,
         for_good: bool = False,
         clock: Callable[[], float] = time.monotonic,
+        drops_base: bool = False,
     ) -> None:
         self.settings = settings
         self.partition = partition
@@ -80,23 +85,25 @@ class WorkerRun:
         self.steps_in_round = 0
         self.ended = False
         """Whether the run is over: nothing that this worker does would count."""
-        kept = None if assembles else {block_idx, *_prefix(partition, block_idx)}
+        kept = None if assembles else {block_idx}
         self.workers = SimulatedWorkers(module, partition, 0, seed, {worker_id: block_idx}, kept, for_good)
         [self.worker] = self.workers
         self.entry = block_entry(block_idx)
         self._names = {block_entry(b): names for b, names in enumerate(self.workers.block_names)}
         if self.workers.interface_names:
             self._names[INTERFACE] = self.workers.interface_names
-        others = range(partition.num_blocks) if assembles else _prefix(partition, block_idx)
+        others = range(partition.num_blocks) if assembles else ()
         self.watched = [block_entry(b) for b in others if b != block_idx]
+        self._reader = PrefixReader(self.workers.prefix, range(block_idx if partition.layout.prefix == "frozen" else 0))
         self._assembles = assembles
-        self._reads_prefix = partition.layout.prefix == "frozen"
+        self._drops_base = drops_base and not assembles
         self._versions: dict[str, int] = {}
         self._sent_interface = False
         self._clock = clock
         self.pace = Pace()
         self._line: Transport | None = None
         self._keeps_interface = False
+        self._kept_prefix: Mapping[str, Any] = {}
         self._look_up = self._on_round = self._on_assembled = _nothing
 
     @property
@@ -154,6 +161,12 @@ class WorkerRun:
             self._receive(entry, -1, SLICE_S)
         self._take_interface()
         self.workers.fetch(self.worker, interface_too=not (resumes and self._keeps_interface))
+        if self._drops_base and welcome.terms.codec.name == "fp32":
+            self.workers.drop_base()
+        if resumes:
+            self._reader.load_state_dict(self._kept_prefix, self.version, welcome.terms)
+        self._kept_prefix = {}
+        self._renew_prefix(SLICE_S)
         self.pace.begin()
         self._on_round()
 
@@ -166,12 +179,14 @@ class WorkerRun:
         """Count a batch that the worker has trained on."""
         worker.num_tokens += num_tokens
         self.tally.worker_tokens += num_tokens
+        self.workers.prefix.batch_tokens = num_tokens
 
     def finish_step(self, last: bool) -> None:
         """Count one inner step; finish the round if it is full or the worker stops here."""
         self.worker.num_steps += 1
         self.worker.gradients = {}
         self.tally.worker_steps += 1
+        self.tally.count_prefix(self.workers.prefix)
         self.steps_in_round += 1
         is_full = self.steps_in_round == self.settings.sync_every or self.pace.is_time_to_send(self.steps_in_round)
         if (last or is_full) and not self.ended:
@@ -200,8 +215,8 @@ class WorkerRun:
         took_interface = self._take_interface()
         for entry in self.watched:
             self._receive(entry, self._versions.get(entry, -1), 0.0)
-            if self._assembles and not self._reads_prefix:
-                self._expect(entry)
+            self._expect(entry)
+        self._renew_prefix(0.0)
         self.workers.fetch(self.worker, interface_too=took_interface)
         self.workers.renew_optimizer_states(self.settings.inner_state, interface_too=took_interface)
         self.pace.begin()
@@ -223,6 +238,12 @@ class WorkerRun:
         if seen < due:
             return self._receive(INTERFACE, due - 1, self._patience_s)
         return self._receive(INTERFACE, seen, 0.0)
+
+    def _renew_prefix(self, wait_s: float) -> None:
+        def fetch(entry: str, newer_than: int, codec: Codec) -> Fetched | None:
+            return self._fetch(entry, newer_than, wait_s, codec)
+
+        self.tally.prefix_bytes += self._reader.renew(self.version, self._welcome.terms, fetch)
 
     def _expect(self, entry: str) -> None:
         # The other blocks are only looked at: they arrive while this one trains, and are shown a round later at most.
@@ -311,27 +332,32 @@ class WorkerRun:
         Raises:
             TransportError: If there was none of its own block or of the interface, and it was worth a wait.
         """
+        fetched = self._fetch(entry, newer_than, wait_s)
+        if fetched is None:
+            if wait_s > 0.0 and entry not in self.watched and not self.ended:
+                self._refuse_silence(entry, newer_than, wait_s)
+            return False
+        self.workers.load_masters(fetched.params)
+        self._versions[entry] = fetched.version
+        if entry in (self.entry, INTERFACE):
+            self.pace.told(fetched.closes_in_s)
+        return True
+
+    def _fetch(self, entry: str, newer_than: int, wait_s: float, codec: Codec | None = None) -> Fetched | None:
+        """Return an entry's newest version as soon as it is newer; None: there was none in time, or the run is over."""
         assert self._line is not None
         ends_at = time.monotonic() + wait_s
         while True:
             left_s = max(0.0, ends_at - time.monotonic())
             try:
-                fetched = self._line.fetch(entry, newer_than, min(left_s, SLICE_S))
+                fetched = self._line.fetch(entry, newer_than, min(left_s, SLICE_S), codec)
             except RunFailedError:
                 raise
             except RunEndedError as exc:
                 self._end(exc)
-                return False
-            if fetched is not None:
-                self.workers.load_masters(fetched.params)
-                self._versions[entry] = fetched.version
-                if entry in (self.entry, INTERFACE):
-                    self.pace.told(fetched.closes_in_s)
-                return True
-            if left_s <= 0:
-                if wait_s > 0.0 and entry not in self.watched:
-                    self._refuse_silence(entry, newer_than, wait_s)
-                return False
+                return None
+            if fetched is not None or left_s <= 0:
+                return fetched
             self._look_up()
 
     def _end(self, exc: RunEndedError) -> None:
@@ -370,9 +396,17 @@ class WorkerRun:
         return {
             "shape": self.shape(),
             "tally": self.tally.state_dict(),
-            "workers": block_checkpoint.worker_states(self.workers),
+            "workers": {
+                key: {**state, **self._reader.state_dict(self.version)}
+                for key, state in block_checkpoint.worker_states(self.workers).items()
+            },
             **streams,
         }
+
+    def own_states(self) -> dict[str, Any]:
+        """Return the worker's own state when a round begins, for a checkpoint that holds the masters as well."""
+        states = block_checkpoint.own_states(self.workers)
+        return {key: {**state, **self._reader.state_dict(self.version)} for key, state in states.items()}
 
     @property
     def _draws_from_process(self) -> bool:
@@ -405,6 +439,8 @@ class WorkerRun:
         groups = checkpoint["optimizer_states"][0]["param_groups"]
         block_checkpoint.load_worker_states(self.workers, optimizer, groups, saved)
         self._keeps_interface = saved[key]["num_steps"] == 0
+        # Simulated workers share theirs.
+        self._kept_prefix = saved[key] if "prefix" in saved[key] else kept
         self.worker.num_steps = self.worker.num_tokens = 0  # the round it was in is not this run's
         return True
 
@@ -418,10 +454,6 @@ def masters_of(module: nn.Module, partition: Partition) -> dict[str, dict[str, T
         entry: fp32({n: tensors[n] for n in kept if n in tensors}, copy=False) for entry, kept in entries.items()
     }
     return {entry: kept for entry, kept in masters.items() if kept or entry != INTERFACE}
-
-
-def _prefix(partition: Partition, block_idx: int) -> Iterable[int]:
-    return range(block_idx) if partition.layout.prefix == "frozen" else ()
 
 
 def _nothing() -> None:

@@ -4,10 +4,12 @@ A worker owns its replica of one block, its copy of the interface, their optimiz
 stream. To act for a worker, the module's tensors are rebound to the worker's storage; nothing is copied. Between
 batches the module's tensors are the merged masters.
 
-Where the workers of the other blocks live in other processes, the tensors of those blocks are released: the same
-objects with the same shapes, dtypes and flags, on the memory of one NaN. Whoever reads one sees NaN, and the user's
-optimizer keeps its parameters. Tensors that are not floating stay: they cannot say that they hold nothing. Bytes of a
-worker per trained value in fp32: 4 base copy, 4 replica, 4 gradient, and its optimizer's state.
+Where the workers of the other blocks live in other processes, the tensors of those blocks are released (``released``).
+A frozen prefix is lent to the worker that acts, from copies of its own (``prefix``).
+
+Bytes of a worker per trained value in fp32: 4 replica, 4 gradient, its optimizer's state, and 4 for the base, the
+master that the replica started from and that the module shows between batches. A worker whose updates travel as they
+are can do without the base (``drop_base``); a lossy codec sends the difference to it.
 """
 
 from collections import defaultdict
@@ -23,6 +25,8 @@ from torch.optim import Optimizer
 from lightning_blocktrain.partition import Partition
 from lightning_blocktrain.rounds.codecs import Codec, Encoded
 from lightning_blocktrain.rounds.feedback import ErrorFeedback
+from lightning_blocktrain.strategies.prefix import FrozenPrefix
+from lightning_blocktrain.strategies.released import nothing_like, release
 
 InnerState = Literal["keep", "reset", "average"]
 OptimizerState = defaultdict[Tensor, dict[str, Any]]
@@ -102,20 +106,22 @@ class SimulatedWorkers:
     ) -> None:
         self.partition = partition
         self.tensors = trained_tensors(module, partition)
-        self.released = _release(module, partition, kept_blocks, for_good).intersection(self.tensors)
+        if block_of is None:
+            block_of = {w: w % partition.num_blocks for w in range(partition.num_blocks * replicas)}
+        num_read = max(block_of.values()) if partition.layout.prefix == "frozen" else 0
+        self.prefix = FrozenPrefix(partition, self.tensors, num_read)
+        """The blocks that are read and not trained here; none where the layout has no frozen prefix."""
+        released = release(module, partition, kept_blocks, range(num_read), for_good)
+        self.released = released.intersection(self.tensors)
         """Names of the trained tensors that this process does not hold."""
         self.merged: dict[str, Tensor] = {}
         for name in [name for name in self.tensors if name not in self.released]:
             self._hold(name, self.tensors[name].detach())
         self._trainable = {name for name, tensor in self.tensors.items() if tensor.requires_grad}
         self._buffer_places = [place for place in _buffer_places(module) if place[0] in self.tensors]
-        # A frozen prefix runs in the version of the round, but batch norm writes to its buffers.
-        frozen_prefix = partition.layout.prefix == "frozen"
-        self._lent = self.merged.keys() & {name for name, *_ in self._buffer_places} if frozen_prefix else set()
         self.interface_names = [n for n in partition.interface_names if n in self.tensors]
         self.block_names = [[n for n in block if n in self.tensors] for block in partition.block_names]
-        if block_of is None:
-            block_of = {w: w % partition.num_blocks for w in range(partition.num_blocks * replicas)}
+        self._shares_base = False
         self._workers = [self._new_worker(w, block_idx, seed) for w, block_idx in block_of.items()]
         self.show_merged()
 
@@ -149,12 +155,31 @@ class SimulatedWorkers:
     def fill_released(self) -> None:
         """Give what is still released memory of its own, full of NaN: load into it, but never take it for weights."""
         lost = {name: self.tensors[name].detach() for name in self.released}
-        self.take_back({name: _nothing_like(t) if t.is_floating_point() else t for name, t in lost.items()})
+        self.take_back({name: nothing_like(t) if t.is_floating_point() else t for name, t in lost.items()})
 
     def _new_worker(self, worker_id: int, block_idx: int, seed: int) -> Worker:
         local = {n: self.merged[n].clone() for n in (*self.block_names[block_idx], *self.interface_names)}
         stream = torch.Generator().manual_seed((seed + 0x9E3779B97F4A7C15 * worker_id) % 2**63)
         return Worker(worker_id, block_idx, local, stream.get_state() if worker_id else None)
+
+    def drop_base(self) -> None:
+        """Let the one worker's replica be its own base: from now on the module shows the replica between batches.
+
+        Call it while no worker acts, and replica and master are the same.
+        """
+        [worker] = self._workers
+        self._shares_base = True
+        self.merged.update(worker.local)
+        self.show_merged()
+
+    def end_training(self) -> None:
+        """Let what the module shows stay: no replica is trained any more."""
+        self._shares_base = False
+
+    @property
+    def holds_base(self) -> bool:
+        """Whether the masters that the replicas started from are still known."""
+        return not self._shares_base
 
     @contextmanager
     def acting(self, worker: Worker, optimizer: Optimizer) -> Iterator[None]:
@@ -166,10 +191,8 @@ class SimulatedWorkers:
                 if mine:
                     tensor.data = worker.local[name]
                     tensor.grad = worker.gradients.get(name)
-                elif name in self._lent:
-                    tensor.data = self.merged[name].clone()
             optimizer.state = worker.optimizer_state
-            with _random_stream(worker):
+            with self.prefix.lent(worker.block_idx), _random_stream(worker):
                 yield
             self._keep(worker)
         finally:
@@ -183,6 +206,8 @@ class SimulatedWorkers:
         worker.local = {name: now[name].data for name in worker.local}
         gradients = {name: self.tensors[name].grad for name in worker.local}
         worker.gradients = {name: grad for name, grad in gradients.items() if grad is not None}
+        if self._shares_base:
+            self.merged.update(worker.local)
 
     def show_merged(self) -> None:
         """Rebind the module to the merged masters, without gradients and with its own ``requires_grad`` flags."""
@@ -206,6 +231,8 @@ class SimulatedWorkers:
 
     def fetch(self, worker: Worker, interface_too: bool) -> None:
         """Start ``worker`` from the masters of its block, and of the interface if that was merged."""
+        if self._shares_base:
+            return
         names = self.block_names[worker.block_idx]
         for name in (*names, *self.interface_names) if interface_too else names:
             worker.local[name].copy_(self.merged[name])
@@ -280,24 +307,6 @@ def buffer_names(module: nn.Module, partition: Partition) -> tuple[str, ...]:
     """Return the names of the trained tensors that no gradient makes: they are averaged and nothing else."""
     tensors = trained_tensors(module, partition)
     return tuple(name for name, tensor in tensors.items() if not isinstance(tensor, nn.Parameter))
-
-
-def _release(module: nn.Module, partition: Partition, kept_blocks: Collection[int] | None, for_good: bool) -> set[str]:
-    """Release the floating tensors of the blocks that are not kept; return the names of all their tensors."""
-    if kept_blocks is None:
-        return set()
-    others = [names for b, names in enumerate(partition.block_names) if b not in kept_blocks]
-    names = {name for block in others for name in block}
-    for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
-        is_trained = tensor.requires_grad or not isinstance(tensor, nn.Parameter)
-        is_plain = type(tensor.data) is Tensor and tensor.is_floating_point()
-        if name in names and is_plain and (is_trained or for_good):
-            tensor.data = _nothing_like(tensor)
-    return names
-
-
-def _nothing_like(tensor: Tensor) -> Tensor:
-    return torch.full((), torch.nan, dtype=tensor.dtype, device=tensor.device).expand(tensor.shape)
 
 
 def _buffer_places(module: nn.Module) -> list[tuple[str, nn.Module, str]]:

@@ -28,6 +28,7 @@ from lightning_blocktrain.errors import (
     WrongRunError,
 )
 from lightning_blocktrain.rounds import Params, Receipt
+from lightning_blocktrain.rounds.codecs import Codec
 from lightning_blocktrain.transport.terms import RunTerms
 
 ERROR_CODES: dict[str, type[TransportError]] = {
@@ -105,14 +106,17 @@ class Fetched:
 
     Args:
         version: Of the tensors.
-        params: The caller's own, on the CPU, floating ones in fp32.
+        params: The caller's own, on the CPU, floating ones in fp32; or what a codec made of them, see
+            ``rounds/values.py``.
         closes_in_s: Seconds to the deadline of the round that the worker who asks is in, or is about to begin; None
             where the coordinator does not know that worker's block.
+        meta: The codec of the tensors; empty: they are the parameters as they are.
     """
 
     version: int
     params: Params = field(repr=False)
     closes_in_s: float | None = None
+    meta: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -176,19 +180,23 @@ class Transport(ABC):
         """
 
     @abstractmethod
-    def fetch(self, entry: str, newer_than: int = -1, timeout_s: float = 20.0) -> Fetched | None:
+    def fetch(
+        self, entry: str, newer_than: int = -1, timeout_s: float = 20.0, codec: Codec | None = None
+    ) -> Fetched | None:
         """Return an entry's newest version as soon as it is newer than ``newer_than``.
 
         Args:
             entry: ``block0``, ..., or ``interface``.
             newer_than: -1 returns what there is at once.
             timeout_s: How long to wait for a newer one, 0 or more and finite.
+            codec: How it is to travel; ``spared`` is the run's, whatever it says here. None: as it is.
 
         Returns:
             The version, or None when there was no newer one in time: ask again.
 
         Raises:
             RunEndedError: If there will be no newer one.
+            RequestRefusedError: If the codec can carry no values.
         """
 
     def expect(self, entry: str, newer_than: int) -> None:  # noqa: B027 - doing nothing is a way to satisfy it

@@ -45,6 +45,7 @@ from lightning_blocktrain.errors import (
     explain,
 )
 from lightning_blocktrain.rounds import Receipt
+from lightning_blocktrain.rounds.codecs import Codec
 from lightning_blocktrain.transport.address import check_sendable, checked_url, is_loopback
 from lightning_blocktrain.transport.base import (
     ERROR_CODES,
@@ -153,18 +154,20 @@ class HttpTransport(Transport):
         return welcome
 
     @override
-    def fetch(self, entry: str, newer_than: int = -1, timeout_s: float = 20.0) -> Fetched | None:
+    def fetch(
+        self, entry: str, newer_than: int = -1, timeout_s: float = 20.0, codec: Codec | None = None
+    ) -> Fetched | None:
         if not 0 <= timeout_s < float("inf"):
             raise ValueError(explain("timeout_s must be finite", f"timeout_s={timeout_s}", "give seconds, 0 or more"))
         ends_at = time.monotonic() + timeout_s
-        if entry in self._expected:
+        if codec is None and entry in self._expected:
             fetched = self._take_expected(entry, newer_than, timeout_s)
             if fetched is not None or entry in self._expected:
                 return fetched
         while True:
             left_s = max(0.0, ends_at - time.monotonic())
             wait_s = min(left_s, POLL_S)
-            fetched = self._run(f"fetch {entry}", partial(self._download, entry, newer_than, wait_s))
+            fetched = self._run(f"fetch {entry}", partial(self._download, entry, newer_than, wait_s, codec))
             if fetched is not None or left_s <= wait_s:
                 return fetched
 
@@ -244,9 +247,9 @@ class HttpTransport(Transport):
                 await _refuse_bad(answer)
                 return await _json_of(answer)
 
-    async def _download(self, entry: str, newer_than: int, wait_s: float) -> Fetched | None:
+    async def _download(self, entry: str, newer_than: int, wait_s: float, codec: Codec | None = None) -> Fetched | None:
         loop = asyncio.get_running_loop()
-        query = {"newer_than": str(newer_than), "wait_s": f"{wait_s:.3f}"}
+        query = {"newer_than": str(newer_than), "wait_s": f"{wait_s:.3f}", **({} if codec is None else codec.meta)}
         headers = {}
         if self._welcome is not None:
             headers[WORKER_HEADER] = f"{self._welcome.worker_id}/{self._welcome.incarnation}"

@@ -15,6 +15,7 @@ from typing_extensions import override
 
 from lightning_blocktrain.errors import NotJoinedError, TransportError
 from lightning_blocktrain.rounds import Receipt
+from lightning_blocktrain.rounds.codecs import Codec
 from lightning_blocktrain.transport.base import Fetched, Submission, Transport, Welcome, WorkerFacts
 from lightning_blocktrain.transport.terms import RunTerms
 
@@ -94,16 +95,18 @@ class MemoryTransport(Transport):
         return self._welcome
 
     @override
-    def fetch(self, entry: str, newer_than: int = -1, timeout_s: float = 20.0) -> Fetched | None:
+    def fetch(
+        self, entry: str, newer_than: int = -1, timeout_s: float = 20.0, codec: Codec | None = None
+    ) -> Fetched | None:
         ends_at = time.monotonic() + timeout_s
         while True:
             with self._admitted() as desk:
                 sender = None if self._welcome is None else self._welcome.sender
-                found = desk.service.fetch(entry, newer_than, self._hub.clock(), sender)
+                found = desk.service.fetch(entry, newer_than, self._hub.clock(), sender, codec)
                 seen, closes_in_s = desk.news, desk.service.closes_in_s(sender, self._hub.clock())
             if found is not None:
-                version, params = found
-                return Fetched(version, {name: tensor.clone() for name, tensor in params.items()}, closes_in_s)
+                own = {name: tensor.clone() for name, tensor in found.tensors.items()}
+                return Fetched(found.version, own, closes_in_s, found.meta)
             left_s = ends_at - time.monotonic()
             if left_s <= 0:
                 return None

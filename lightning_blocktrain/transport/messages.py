@@ -40,31 +40,38 @@ def unpack_submission(frame: Frame) -> tuple[Sender, Submission]:
     Raises:
         WireError: If its meta is no mapping of text to text.
     """
-    header = frame.header
-    meta = header.get("meta", {})
-    if not isinstance(meta, dict) or len(meta) > MAX_META or not all(isinstance(text, str) for text in meta.values()):
-        raise WireError("Not a valid message: meta must map names to text.")
+    header, meta = frame.header, _meta_in(frame)
     sender = Sender(**{name: header.get(name) for name in SENDER_FIELDS})  # type: ignore[arg-type]
     counts: dict[str, Any] = {name: header.get(name) for name in COUNT_FIELDS}
     return sender, Submission(**counts, tensors=frame.tensors, meta=meta, owned=True)
 
 
-def pack_fetched(version: int, params: Params, closes_in_s: float | None = None) -> Outgoing:
+def _meta_in(frame: Frame) -> dict[str, str]:
+    meta = frame.header.get("meta", {})
+    if not isinstance(meta, dict) or len(meta) > MAX_META or not all(isinstance(text, str) for text in meta.values()):
+        raise WireError("Not a valid message: meta must map names to text.")
+    return meta
+
+
+def pack_fetched(
+    version: int, params: Params, closes_in_s: float | None = None, meta: Mapping[str, str] | None = None
+) -> Outgoing:
     """Return a version of an entry as a message; the tensors are not copied."""
-    return Outgoing({"version": version, "closes_in_s": closes_in_s}, params)
+    return Outgoing({"version": version, "closes_in_s": closes_in_s, "meta": dict(meta or {})}, params)
 
 
 def unpack_fetched(frame: Frame) -> Fetched:
     """Return the version of an entry that a message holds; its tensors are views of the message.
 
     Raises:
-        WireError: If it names no version.
+        WireError: If it names no version, or its meta is no mapping of text to text.
     """
     version = frame.header.get("version")
     if not is_count(version):
         raise WireError("Not a valid message: it names no version.")
-    closes_in_s = frame.header.get("closes_in_s")
-    return Fetched(version, frame.tensors, float(closes_in_s) if isinstance(closes_in_s, int | float) else None)
+    told = frame.header.get("closes_in_s")
+    closes_in_s = float(told) if isinstance(told, int | float) else None
+    return Fetched(version, frame.tensors, closes_in_s, _meta_in(frame))
 
 
 def pack_masters(terms: RunTerms, masters: Mapping[str, Mapping[str, Tensor]] | None) -> Outgoing:

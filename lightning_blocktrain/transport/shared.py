@@ -32,6 +32,7 @@ from typing_extensions import override
 
 from lightning_blocktrain.errors import NotFoundedError, RequestRefusedError, TransportError, explain
 from lightning_blocktrain.rounds import INTERFACE, Receipt, block_entry
+from lightning_blocktrain.rounds.codecs import Codec
 from lightning_blocktrain.rounds.verdicts import shown
 from lightning_blocktrain.transport.address import split_urls
 from lightning_blocktrain.transport.base import Fetched, Submission, Transport, Welcome, WorkerFacts
@@ -103,8 +104,10 @@ class SharedTransport(Transport):
         return replace(welcome, versions={**there.versions, **welcome.versions})
 
     @override
-    def fetch(self, entry: str, newer_than: int = -1, timeout_s: float = 20.0) -> Fetched | None:
-        return self._line_of(entry).fetch(entry, newer_than, timeout_s)
+    def fetch(
+        self, entry: str, newer_than: int = -1, timeout_s: float = 20.0, codec: Codec | None = None
+    ) -> Fetched | None:
+        return self._line_of(entry).fetch(entry, newer_than, timeout_s, codec)
 
     @override
     def submit(self, entry: str, submission: Submission) -> Receipt:

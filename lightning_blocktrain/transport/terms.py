@@ -12,6 +12,7 @@ from lightning_blocktrain.errors import explain
 from lightning_blocktrain.rounds import INTERFACE, OuterSGD, RoundRules, block_entry
 from lightning_blocktrain.rounds.codecs import Codec
 from lightning_blocktrain.rounds.pace import LocalSteps, check_local_steps
+from lightning_blocktrain.rounds.values import check_value_codec
 from lightning_blocktrain.rounds.verdicts import is_count
 
 OnMissingBlock = Literal["warn", "fail"]
@@ -38,7 +39,10 @@ class RunTerms:
         silent_after_s: A worker that should give a sign of life and has not for so long is not waited for; None: three
             quarters of the deadline, at most 15.
         on_missing_block: A block without a live worker keeps its parameters (``warn``), or ends the run (``fail``).
-        codec: How updates travel to the coordinator; masters always travel as they are.
+        codec: How updates travel to the coordinator; the masters of what a worker trains travel as they are.
+        prefix_every: Rounds from one fetch of a frozen prefix to the next; a worker may read an older one where the
+            next is not there yet.
+        prefix_codec: How a frozen prefix travels, and how a worker keeps it.
         local_steps: Whether a worker that is short of time sends fewer steps (``until_deadline``) or all, too late.
         identity: What must agree between the members, by name (a hash of the model, its noise bands); plain values.
         worker_settings: What the workers are told beside, unread by the coordinator; plain values.
@@ -58,6 +62,8 @@ class RunTerms:
     silent_after_s: float | None = None
     on_missing_block: OnMissingBlock = "warn"
     codec: Codec = field(default_factory=lambda: Codec("fp32"))
+    prefix_every: int = 1
+    prefix_codec: Codec = field(default_factory=lambda: Codec("bf16"))
     local_steps: LocalSteps = "fixed"
     identity: Mapping[str, Any] = field(default_factory=dict)
     worker_settings: Mapping[str, Any] = field(default_factory=dict)
@@ -66,6 +72,8 @@ class RunTerms:
         _check_count("num_blocks", self.num_blocks, MAX_BLOCKS)
         _check_count("sync_every", self.sync_every)
         _check_count("interface_every", self.interface_every)
+        _check_count("prefix_every", self.prefix_every)
+        check_value_codec("prefix_codec", self.prefix_codec)
         if self.max_rounds is not None:
             _check_count("max_rounds", self.max_rounds)
         if self.num_workers is not None:
@@ -121,6 +129,10 @@ class RunTerms:
         """Return how many rounds a block has after this interface version before the one that ends with the next."""
         return self.interface_due_version(interface_version) - interface_version * self.interface_every
 
+    def prefix_version(self, block_version: int) -> int:
+        """Return the version of the blocks before it that a block should read, at least, in its round of a version."""
+        return block_version - block_version % self.prefix_every
+
     @property
     def full_identity(self) -> dict[str, Any]:
         """All that must agree between the members, by name."""
@@ -145,7 +157,7 @@ class RunTerms:
                 explain("terms must have exactly the names of RunTerms", got, "use one version everywhere")
             )
         try:
-            parts = {"rules": RoundRules, "outer": OuterSGD, "codec": Codec}
+            parts = {"rules": RoundRules, "outer": OuterSGD, "codec": Codec, "prefix_codec": Codec}
             return cls(**{**values, **{name: kind(**values[name]) for name, kind in parts.items()}})
         except (TypeError, AttributeError) as exc:
             raise ValueError(explain("terms must be of the types of RunTerms", str(exc)[:200], "use RunTerms")) from exc
@@ -167,10 +179,12 @@ def differing_terms(own: RunTerms, run: RunTerms) -> list[str]:
 
 
 def _rest(terms: RunTerms) -> dict[str, Any]:
-    outer, codec = asdict(terms.outer), terms.codec.meta
+    outer = asdict(terms.outer)
     return {
         **{f"outer_optimizer.{name}": value for name, value in outer.items() if name != "spared"},
-        "codec": codec,
+        "codec": terms.codec.meta,
+        "prefix_codec": terms.prefix_codec.meta,
+        "prefix_every": terms.prefix_every,
         "local_steps": terms.local_steps,
         "on_missing_block": terms.on_missing_block,
     }

@@ -1,6 +1,8 @@
 import json
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from benchmarks import quality
 from lightning_blocktrain.demo.recipe import BUDGETS
@@ -51,6 +53,16 @@ def test_quality_run_small_writes_one_row_per_run_and_skips_what_is_there(tmp_pa
 def row(arm: str, seed: int, ce: float) -> dict:
     scores = {"ce": ce, "num_bytes": 8}
     return {"arm": arm, "title": arm, "seed": seed, "tokens_per_block": 8, "val": scores, "test": scores}
+
+
+def test_causal_model_is_scored_at_its_last_exit():
+    recipe = BUDGETS["tiny"]
+    module = quality.arms(recipe)["byte_transformer"].make_module()
+    windows = torch.randint(256, (6, recipe.window_bytes + 1))
+    batches = [(part[:, :-1], part[:, 1:]) for part in (windows[:3], windows[3:])]
+    scores = quality.evaluate(module, SimpleNamespace(dataset=batches), 6, 3, seed=0)
+    expected = torch.cat([module.evaluation_nats(batch, 0) for batch in batches]).double().mean()
+    assert scores == {"ce": pytest.approx(float(expected), rel=1e-6), "num_bytes": 6 * recipe.window_bytes}
 
 
 def test_gap_to_the_control_is_paired_by_seed_with_its_t_interval():

@@ -12,7 +12,7 @@ def process(rank: int, base: int, peak: int, finished: bool = True) -> dict:
     return {"rank": rank, "finished": finished, **measured}
 
 
-@pytest.mark.parametrize(("codec", "per_param"), [("fp32", 20), ("int8", 24)])
+@pytest.mark.parametrize(("codec", "per_param"), [("fp32", 16), ("int8", 24)])
 @pytest.mark.parametrize("over", [-1, 1])
 def test_worker_memory_target_is_the_formula_of_the_worst_worker_that_is_not_rank_zero(codec, per_param, over):
     args = worker_memory.parse(["--quick", "--codec", codec])
@@ -27,6 +27,7 @@ def test_worker_memory_target_is_the_formula_of_the_worst_worker_that_is_not_ran
         "block": [process(0, 50, 50 + block_peak)],
         "whole": [process(0, 70, 70 + 4 * int(limit))],
         "workers": [process(0, 0, 10 * int(limit)), process(2, 10, 11), process(1, 10, 10 + int(limit) + over)],
+        "prefix": [process(0, 0, 1), process(1, 0, 1), process(2, 0, 1)],
     }
     report = worker_memory.report_of(found, args)
     assert report["params_of_block_and_interface"] == params
@@ -37,9 +38,33 @@ def test_worker_memory_target_is_the_formula_of_the_worst_worker_that_is_not_ran
     assert report["rank_zero_bytes"] == 10 * int(limit)
 
 
+@pytest.mark.parametrize(("prefix_codec", "per_value"), [("bf16", 2.0), ("fp32", 4.0)])
+@pytest.mark.parametrize("over", [-1, 1])
+def test_worker_memory_on_a_prefix_is_the_formula_of_the_last_block(prefix_codec, per_value, over):
+    args = worker_memory.parse(["--quick", "--prefix-codec", prefix_codec])
+    args.num_blocks = 3
+    model, one = worker_memory.make_module("prefix", args), worker_memory.make_module("block", args)
+    layers = [sum(parameter.numel() for parameter in layer.parameters()) for layer in model.layers]
+    stem = model.embed.weight.numel()
+    params = sum(parameter.numel() for parameter in model.parameters()) - layers[0] - layers[1] - stem
+    prefix = layers[0] + layers[1] + stem
+    extra = 1000
+    formula = 16 * params + per_value * prefix
+    limit = int(formula + 8 * layers[0] + 1.1 * extra)
+    found = {
+        "block": [process(0, 0, 16 * sum(parameter.numel() for parameter in one.parameters()) + extra)],
+        "prefix": [process(0, 0, 10 * limit), process(1, 0, 10 * limit), process(2, 5, 5 + limit + over)],
+    }
+    report = worker_memory.report_on_prefix(found, args)
+    assert (report["params_of_block_and_interface"], report["params_of_prefix"]) == (params, prefix)
+    assert report["formula_bytes"] == formula
+    assert report["left_over_bytes"] == limit + over - formula
+    assert report["within"] is (over < 0)
+
+
 @pytest.mark.parametrize("ended", [[process(0, 5, 9)], [process(0, 5, 9), process(1, 5, 6, finished=False)]])
 def test_worker_memory_of_a_worker_that_did_not_take_all_steps_is_refused(ended):
-    found = {"block": [process(0, 5, 9)], "whole": [process(0, 5, 9)], "workers": ended}
+    found = {"block": [process(0, 5, 9)], "whole": [process(0, 5, 9)], "workers": ended, "prefix": ended}
     with pytest.raises(RuntimeError, match=r"must take all steps; got arm=workers, ranks that have=\[0\] of \[0, 1\]"):
         worker_memory.report_of(found, worker_memory.parse(["--quick"]))
 
@@ -97,6 +122,14 @@ def test_worker_memory_run_quick_measures_every_process(tmp_path):
     worker_memory.main(["--quick", "--json", str(tmp_path / "report.json")])
     report = json.loads((tmp_path / "report.json").read_text())
     ranks = {arm: [process["rank"] for process in found] for arm, found in report["processes"].items()}
-    assert ranks == {"block": [0], "whole": [0], "workers": [0, 1]}
+    assert ranks == {"block": [0], "whole": [0], "workers": [0, 1], "prefix": [0, 1]}
     assert all(process["num_samples"] > 1 for found in report["processes"].values() for process in found)
     assert report["whole_over_worker"] > 0
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_worker_memory_of_the_last_block_is_its_training_state_and_two_bytes_a_value_of_its_prefix():
+    args = worker_memory.parse([])  # d=512, three blocks of four layers
+    report = worker_memory.report_on_prefix(worker_memory.measure(args, ("block", "prefix")), args)
+    assert report["within"], report

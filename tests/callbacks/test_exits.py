@@ -63,7 +63,7 @@ class Truncated(nn.Module):
         self.model, self.depth = model, depth
 
     def nats(self, inputs, targets):
-        hidden = self.model.embed_bytes(inputs)
+        hidden = self.model.stage_embed((inputs, None))
         for layer in self.model.layers[: self.depth]:
             hidden = layer(hidden)
         log_p = self.model.readout(hidden).double().log_softmax(-1)
@@ -90,6 +90,29 @@ def test_final_exit_of_byte_transformer_is_its_validation_loss(tmp_path):
     final = evaluate_exits(model, loader, [2, 2])[-1]
     assert final.nats_per_token == pytest.approx(logged["val/loss"], rel=1e-6)
     assert final.bits_per_token == pytest.approx(logged["val/bits_per_byte"], rel=1e-6)
+
+
+class OwnNorm(nn.Module):
+    def __init__(self, scale):
+        super().__init__()
+        self.scale = nn.Parameter(torch.full((16,), scale))
+
+    def forward(self, hidden, readout):
+        return readout.unembed(self.scale * hidden)
+
+
+def test_exits_of_their_own_are_read_out_through_and_the_last_is_the_model(monkeypatch):
+    model, batches = byte_model(), batches_of(3, 1)
+    shared = evaluate_exits(model, batches, [1, 3])
+    model.own = nn.ModuleList(OwnNorm(scale) for scale in (0.5, 1.0, 2.0))
+    monkeypatch.setattr(model, "stage_exits", lambda: model.own, raising=False)
+    first, last = evaluate_exits(model, batches, [1, 3])
+    with torch.no_grad():
+        hidden = model.layers[0](model.stage_embed((torch.cat([batch[0] for batch in batches]), None)))
+        logits = F.linear(0.5 * hidden, model.readout.unembed.weight)
+        nats = F.cross_entropy(logits.flatten(0, 1), torch.cat([batch[1] for batch in batches]).flatten())
+    assert first.nats_per_token == pytest.approx(float(nats), rel=1e-6)
+    assert last == shared[1]
 
 
 class Scaled(nn.Module):

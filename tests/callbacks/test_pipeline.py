@@ -127,6 +127,17 @@ def test_account_sums_restart_of_one_stage_before_the_other_reports_counts_both_
     assert [account.wall_s for account in sums.totals] == [6.0, 3.0]
 
 
+def test_account_sums_and_lag_counts_of_another_number_of_stages_begin_anew():
+    sums, lags = AccountSums(), LagCounts()
+    sums.count([TimeAccount(wall_s=5.0, num_batches=5), TimeAccount(wall_s=1.0, num_batches=1)])
+    lags.add([finished(0, 1, 0)])
+    earlier = sums.totals
+    sums.count([TimeAccount(wall_s=7.0, num_batches=2)])
+    lags.add([finished(1, 3)])
+    assert sums.totals == sums.since(earlier) == (TimeAccount(wall_s=7.0, num_batches=2),)
+    assert lags.all == lags.window == [Counter({3: 1})]
+
+
 def test_lag_counts_batch_that_is_shown_twice_counts_once():
     lags, shown = LagCounts(), [finished(0, 0, 0)]
     lags.add(shown)

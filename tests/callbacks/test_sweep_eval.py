@@ -1,6 +1,7 @@
 """Sweep evaluation against closed forms: stubbed denoisers, known mixtures, recorded noise."""
 
 import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import lightning as L
@@ -14,7 +15,7 @@ from torch.utils.data import DataLoader
 from lightning_blocktrain.callbacks import SweepEvaluation, evaluate_sweep, sweep_eval
 from lightning_blocktrain.callbacks.sweep_eval import mixture_nats
 from lightning_blocktrain.models import ByteTransformer, DiffusionBlocks
-from lightning_blocktrain.models.diffusion_blocks import UNKNOWN
+from lightning_blocktrain.models.diffusion_blocks import UNKNOWN, NoisyObjective
 
 UNIFORM = math.log(256)
 Batch = tuple[Tensor, Tensor]
@@ -39,16 +40,26 @@ def make_batches(*sizes: int, width: int = 12) -> list[Batch]:
     return [(window[:, :-1], window[:, 1:]) for window in windows]
 
 
-def spy_on_denoise(model: DiffusionBlocks, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, Tensor, Tensor]]:
-    calls: list[tuple[int, Tensor, Tensor]] = []
-    real = model.denoise
+def spy_on_blocks(
+    model: DiffusionBlocks, monkeypatch: pytest.MonkeyPatch
+) -> list[tuple[int, Tensor | None, Tensor, Tensor]]:
+    """List block, z, noise level and what is read beside z of every further run of a block."""
+    calls: list[tuple[int, Tensor | None, Tensor, Tensor]] = []
+    real = model.run_noisy
 
-    def spy(block_idx: int, inputs: Tensor, z: Tensor, sigma: Tensor) -> Tensor:
-        calls.append((block_idx, z.clone(), sigma.clone()))
-        return real(block_idx, inputs, z, sigma)
+    def spy(block_idx: int, hidden: Tensor, z: Tensor | None, sigma: Tensor, *rest: Any) -> Any:
+        calls.append((block_idx, None if z is None else z.clone(), sigma.clone(), hidden.clone()))
+        return real(block_idx, hidden, z, sigma, *rest)
 
-    monkeypatch.setattr(model, "denoise", spy)
+    monkeypatch.setattr(model, "run_noisy", spy)
     return calls
+
+
+def stub_logits(model: DiffusionBlocks, monkeypatch: pytest.MonkeyPatch, logits_of: Callable[[Tensor], Tensor]) -> None:
+    """Let every block answer with ``logits_of(inputs)``, whatever z is."""
+    monkeypatch.setattr(model, "embed_bytes", logits_of)
+    monkeypatch.setattr(model, "run_noisy", lambda block_idx, hidden, *_: (hidden, hidden))
+    monkeypatch.setattr(model, "readout", torch.nn.Identity())
 
 
 def test_report_of_untrained_model_is_uniform_everywhere() -> None:
@@ -61,6 +72,7 @@ def test_report_of_untrained_model_is_uniform_everywhere() -> None:
         report.prior_ce_k,
         report.z_noise_ce,
         report.z_zero_ce,
+        report.no_z_ce,
         report.context_scrambled_ce,
         report.span_ce,
     )
@@ -72,13 +84,13 @@ def test_report_of_untrained_model_is_uniform_everywhere() -> None:
 def test_report_of_stubbed_denoiser_is_cross_entropy_of_its_distribution(monkeypatch: pytest.MonkeyPatch) -> None:
     model, batches = make_model(), make_batches(3, 1)
     logits = torch.randn(256, generator=torch.Generator().manual_seed(3))
-    monkeypatch.setattr(model, "denoise", lambda block_idx, inputs, z, sigma: logits.expand(*inputs.shape, 256))
+    stub_logits(model, monkeypatch, lambda inputs: logits.expand(*inputs.shape, 256))
     # Batches of 3 and 1 windows: a mean of batch means would not give this.
     expected = float(-logits.log_softmax(0)[torch.cat([targets for _, targets in batches])].mean())
     report = evaluate_sweep(model, batches, num_draws=3)
     assert report.local_ce == pytest.approx((expected, expected), rel=1e-5)
     assert [report.sweep_ce_k1, report.sweep_ce_k] == pytest.approx([expected] * 2, rel=1e-5)
-    assert [report.prior_ce_k1, report.z_noise_ce] == pytest.approx([expected] * 2, rel=1e-5)
+    assert [report.prior_ce_k1, report.z_noise_ce, report.no_z_ce] == pytest.approx([expected] * 3, rel=1e-5)
     assert report.bits_per_byte_k == pytest.approx(expected / math.log(2), rel=1e-5)
 
 
@@ -92,8 +104,8 @@ def test_one_draw_cost_equals_average_of_single_sweeps_from_shared_noise(monkeyp
     drawn: list[Tensor] = []
     real = model.draw_noise
 
-    def spy(inputs: Tensor, seed: int) -> Tensor:
-        drawn.append(real(inputs, seed))
+    def spy(shape: Sequence[int], generator: torch.Generator) -> Tensor:
+        drawn.append(real(shape, generator))
         return drawn[-1]
 
     monkeypatch.setattr(model, "draw_noise", spy)
@@ -139,8 +151,12 @@ def test_same_seed_gives_same_report_and_another_seed_another() -> None:
     assert evaluate_sweep(model, batches, num_draws=3, seed=8).sweep_ce_k1 != first.sweep_ce_k1
 
 
-def test_report_does_not_depend_on_how_many_draws_run_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, batches = opinionated(), make_batches(3)
+@pytest.mark.parametrize("objective", ["denoise", "denoise_features", "mse"])
+def test_report_does_not_depend_on_how_many_draws_run_together(
+    objective: NoisyObjective, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Three blocks: the fresh noise of the second must not depend on when the third asks for its own.
+    model, batches = opinionated(num_layers=3, num_blocks=3, objective=objective), make_batches(3)
     together = evaluate_sweep(model, batches, num_draws=5)
     monkeypatch.setattr(sweep_eval, "MAX_POSITIONS", 1)
     apart = evaluate_sweep(model, batches, num_draws=5)
@@ -163,11 +179,11 @@ def test_span_and_scrambled_context_lose_what_the_context_told(monkeypatch: pyte
     model = make_model()
     inputs = torch.arange(12).repeat(4, 1) + torch.arange(0, 200, 50)[:, None]
 
-    def successor(block_idx: int, inputs: Tensor, z: Tensor, sigma: Tensor) -> Tensor:
+    def successor(inputs: Tensor) -> Tensor:
         known = (inputs != UNKNOWN)[..., None]
         return 50.0 * known * F.one_hot((inputs + 1) % 256, 256)
 
-    monkeypatch.setattr(model, "denoise", successor)
+    stub_logits(model, monkeypatch, successor)
     report = evaluate_sweep(model, [(inputs, inputs + 1)], num_draws=2)
     assert report.sweep_ce_k == pytest.approx(0, abs=1e-5)
     assert report.span_ce == pytest.approx(UNIFORM, abs=1e-5)
@@ -175,36 +191,63 @@ def test_span_and_scrambled_context_lose_what_the_context_told(monkeypatch: pyte
     assert report.context_scrambled_ce > 25
 
 
-def test_ablations_equal_sweeps_in_which_every_later_block_is_blinded() -> None:
-    model, ((inputs, targets),) = opinionated(num_layers=3, num_blocks=3), make_batches(3)
-    report = evaluate_sweep(model, [(inputs, targets)], num_draws=1)
+@pytest.mark.parametrize("objective", ["denoise", "denoise_features", "mse"])
+def test_ablations_equal_sweeps_in_which_every_later_block_is_blinded(objective: NoisyObjective) -> None:
+    model, ((inputs, targets),) = opinionated(num_layers=3, num_blocks=3, objective=objective), make_batches(3)
+    drawn: list[Tensor] = []
+    real = model.draw_noise
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(model, "draw_noise", lambda *args: drawn.append(real(*args)) or drawn[-1])
+        report = evaluate_sweep(model, [(inputs, targets)], num_draws=1)
 
     def blinded(block_idx: int, z: Tensor) -> Tensor:
         return z if block_idx == 0 else torch.zeros_like(z)
 
-    logits = model.sweep(inputs, model.draw_noise(inputs, seed=9), intervene=blinded)
-    assert report.z_zero_ce == pytest.approx(float(F.cross_entropy(logits.flatten(0, 1), targets.flatten())), rel=1e-5)
+    for noise, intervene, paid in ((drawn[0], blinded, report.z_zero_ce), (None, None, report.no_z_ce)):
+        logits = model.sweep(inputs, noise, intervene=intervene)
+        assert paid == pytest.approx(float(F.cross_entropy(logits.flatten(0, 1), targets.flatten())), rel=1e-5)
 
 
 def test_local_noise_stays_in_band_that_is_not_widened(monkeypatch: pytest.MonkeyPatch) -> None:
     model = make_model(gamma=0.5)
-    calls = spy_on_denoise(model, monkeypatch)
+    calls = spy_on_blocks(model, monkeypatch)
     evaluate_sweep(model, make_batches(64), num_draws=1)
-    for block_idx, (called, _, sigma) in enumerate(calls[:2]):
+    for block_idx, (called, _, sigma, _) in enumerate(calls[:2]):
         high, low = model.block_sigma_edges[block_idx : block_idx + 2]
         assert called == block_idx
         assert low <= float(sigma.min()) < float(sigma.max()) <= high
         assert sigma.unique().numel() == 64  # one level per sequence
 
 
+def test_local_evaluation_of_features_reads_the_frozen_walk_of_the_blocks_before(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = opinionated(objective="denoise_features", num_layers=3, num_blocks=3)
+    calls = spy_on_blocks(model, monkeypatch)
+    ((inputs, targets),) = batches = make_batches(4)
+    evaluate_sweep(model, batches, num_draws=1)
+    # Block 0; block 1 after 0; block 2 after 0 and 1.
+    assert [block_idx for block_idx, *_ in calls[:6]] == [0, 0, 1, 0, 1, 2]
+    levels = [float(sigma.unique()) for _, _, sigma, _ in (calls[1], calls[3], calls[4])]
+    assert levels == pytest.approx([model.sweep_sigmas[0], model.sweep_sigmas[0], model.sweep_sigmas[1]])
+    y = model.target_table[targets].detach()
+    _, z, sigma, read = calls[5]
+    assert z is not None
+    eps = (z - y) / sigma[:, None, None]
+    torch.testing.assert_close(read, model.features(2, inputs, y, eps), rtol=1e-4, atol=1e-4)
+
+
 def test_ablations_show_later_blocks_noise_of_their_level_and_zeros(monkeypatch: pytest.MonkeyPatch) -> None:
     model = opinionated()
-    calls = spy_on_denoise(model, monkeypatch)
+    calls = spy_on_blocks(model, monkeypatch)
     evaluate_sweep(model, make_batches(40), num_draws=2)
-    # Two local evaluations, a sweep of two blocks, the prior, then the last block in both ablations of z.
-    assert [block_idx for block_idx, _, _ in calls[:7]] == [0, 1, 0, 1, 0, 1, 1]
-    walk, noise, zeros = (calls[idx][1] for idx in (3, 5, 6))
-    assert all(float(calls[idx][2].unique()) == pytest.approx(model.sweep_sigmas[1]) for idx in (3, 5, 6))
+    # Two local evaluations, a sweep of two blocks, the prior, both ablations of z, and the sweep without it.
+    assert [block_idx for block_idx, *_ in calls[:11]] == [0, 1, 0, 1, 0, 0, 1, 0, 1, 0, 1]
+    assert [call[1] for call in calls[9:11]] == [None, None]
+    start, walk, noise, zeros = (call[1] for call in (calls[2], calls[3], calls[6], calls[8]))
+    assert start is not None and walk is not None and noise is not None and zeros is not None
+    assert all(torch.equal(start, calls[idx][1]) for idx in (5, 7))  # type: ignore[arg-type]
+    assert all(float(calls[idx][2].unique()) == pytest.approx(model.sweep_sigmas[1]) for idx in (3, 6, 8))
     assert not zeros.any()
     assert float(noise.std()) == pytest.approx(model.sweep_sigmas[1], rel=0.02)
     assert abs(float(torch.corrcoef(torch.stack([noise.flatten(), walk.flatten()]))[0, 1])) < 0.05

@@ -310,6 +310,32 @@ def test_status_and_metrics_show_traffic_and_rounds(client: Client) -> None:
     assert all(re.fullmatch(r"# TYPE \w+ \w+|\w+(\{[^}]*\})? \S+", line) for line in metrics.splitlines())
 
 
+def test_frozen_prefixes_are_counted_apart(client: Client) -> None:
+    plain, encoded = (client.ask("GET", f"/v1/entries/block0{query}")[1] for query in ("", "?codec=bf16"))
+    traffic = json.loads(client.ask("GET", "/status")[1])["traffic"]
+    assert traffic["prefix_bytes"] == len(encoded)
+    assert traffic["sent_bytes"] == len(plain) + len(encoded)
+    metrics = client.ask("GET", "/metrics")[1].decode()
+    assert f"blocktrain_prefix_bytes_total {float(len(encoded))}\n" in metrics
+
+
+@pytest.mark.parametrize(
+    ("query", "message"),
+    [
+        ("codec=zip", "name must be a known codec; got name='zip'"),
+        ("codec=topk&top_frac=0.05", "codec must be a codec for whole values; got codec='topk'"),
+        ("codec=int8", "codec and its own options must be given as text"),
+        ("codec=int8&block=1", "block must be an int from 16"),
+        ("codec=bf16&block=256", "codec and its own options must be given as text"),
+        ("block=256", "name must be a known codec; got name=None"),
+    ],
+)
+def test_fetch_in_a_codec_that_makes_no_sense_is_refused_by_name(client: Client, query: str, message: str) -> None:
+    status, body = client.ask("GET", f"/v1/entries/block0?{query}")[:2]
+    error = json.loads(body)["error"]
+    assert (status, error["code"]) == (400, "refused") and message in error["message"]
+
+
 def test_metrics_of_a_coordinator_without_masters_are_few() -> None:
     with client_of(Desk(RUN, TOKEN)) as client:
         assert 'phase="empty"} 1.0' in client.ask("GET", "/metrics")[1].decode()

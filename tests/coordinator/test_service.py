@@ -335,7 +335,7 @@ def test_max_rounds_ends_the_run_when_every_entry_is_through() -> None:
     assert run.service.phase is Phase.FINISHED
     assert run.send(0, base=2).verdict is Verdict.DUPLICATE
     found = run.service.fetch("interface", 1, run.now)
-    assert found is not None and found[0] == 2
+    assert found is not None and found.version == 2
 
 
 def test_max_rounds_run_ends_though_its_workers_leave_without_a_last_look() -> None:

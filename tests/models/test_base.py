@@ -177,8 +177,10 @@ def test_load_with_other_heads_is_refused_though_every_shape_fits(saved: Any) ->
 
 def test_load_into_another_model_names_the_fields(saved: Any) -> None:
     path = saved(ByteTransformer(**SMALL))
-    with pytest.raises(CheckpointMismatchError, match=r"sigma_min: saved absent, now 1\.0"):
+    with pytest.raises(ValueError, match="got objective='features'; objectives without noise are ByteTransformer's"):
         DiffusionBlocks.load_from_checkpoint(path, num_blocks=2)
+    with pytest.raises(CheckpointMismatchError, match=r"objective: saved features, now mse.*sigma_min: saved absent"):
+        DiffusionBlocks.load_from_checkpoint(path, num_blocks=2, objective="mse")
 
 
 def test_resume_with_another_noise_partition_is_refused(saved: Any, make_trainer: Any, tiny_data: Any) -> None:
@@ -190,7 +192,8 @@ def test_resume_with_another_noise_partition_is_refused(saved: Any, make_trainer
 
 def test_load_with_other_training_options_is_allowed(saved: Any) -> None:
     path = saved(DiffusionBlocks(**SMALL, num_blocks=2))
-    options: dict[str, Any] = {"lr": 0.5, "weight_decay": 0.0, "warmup_steps": 7, "weighted": False, "p_span": 0.0}
+    options: dict[str, Any] = {"lr": 0.5, "weight_decay": 0.0, "warmup_steps": 7}
+    options |= {"weighted": False, "p_span": 0.0, "p_drop_z": 0.5}
     model = DiffusionBlocks.load_from_checkpoint(path, **options)
     assert {name: getattr(model, name) for name in options} == options
 

@@ -75,7 +75,7 @@ def test_losses_equal_the_manual_cross_entropy() -> None:
     # The last block reads what all layers before it make of the input.
     assert float(model.block_training_step(batch, 0, 1)) == pytest.approx(expected, rel=1e-5)
     assert float(model.evaluation_nats(batch, 0).mean()) == pytest.approx(expected, rel=1e-5)
-    first = model.embed_bytes(batch[0])
+    first = model.embed(batch[0])
     for layer in model.layers[:2]:
         first = layer(first)
     expected = manual_cross_entropy(model.readout(first), batch[1])
@@ -102,8 +102,9 @@ def test_block_loss_reaches_its_block_and_the_interface_only(block_idx: int) -> 
     torch.autograd.backward(model.block_training_step(random_batch(), 0, block_idx))
     cut = partition(model, model.configure_blocks())
     reached = {name for name, parameter in model.named_parameters() if parameter.grad is not None}
-    interface = set(cut.interface_names) if block_idx == 0 else {n for n in cut.interface_names if "readout" in n}
-    assert reached == set(cut.block_names[block_idx]) | interface
+    assert reached == {*cut.block_names[block_idx], *cut.interface_names}
+    assert ("embed.weight" in reached) == (block_idx == 0)  # the embedding is block 0's
+    assert all("readout" in name for name in cut.interface_names)
     assert all(bool(p.grad.any()) for p in model.parameters() if p.grad is not None)
 
 
@@ -123,11 +124,12 @@ def test_configure_blocks_default_number_is_a_divisor_up_to_four() -> None:
 def test_configure_blocks_declares_the_frozen_prefix() -> None:
     model = ByteTransformer(**SMALL)
     layout = model.configure_blocks()
-    assert (layout.layers, layout.readout, layout.num_blocks, layout.prefix) == (
+    assert (layout.layers, layout.readout, layout.num_blocks, layout.prefix, layout.stem) == (
         model.layers,
         model.readout,
         2,
         "frozen",
+        model.embed,
     )
 
 
@@ -137,6 +139,8 @@ def test_configure_blocks_declares_the_frozen_prefix() -> None:
         ({"num_blocks": 3}, "num_blocks must divide num_layers; got num_blocks=3, num_layers=4"),
         ({"num_blocks": 0}, "num_blocks must divide num_layers"),
         ({"num_layers": 0, "num_blocks": None}, "the model has no layers"),
+        ({"p_span": -0.1}, r"p_span must be in \[0, 1\]; got p_span=-0.1"),
+        ({"objective": "mse"}, "objective must be 'features' or 'residual'; got objective='mse'"),
         ({"num_heads": 3}, r"width must be a multiple of 2 \* num_heads"),
     ],
 )
@@ -154,10 +158,10 @@ def test_generate_greedy_equals_recomputation_past_the_window(prompt: bytes, mon
         seen.append(logits)
         return logits.argmax(-1)
 
-    monkeypatch.setattr("lightning_blocktrain.models.byte_transformer.sample_bytes", greedy)
+    monkeypatch.setattr("lightning_blocktrain.models.generation.sample_bytes", greedy)
     expected, logits = recomputed(model, prompt, 3 * T)
     assert model.generate(prompt, 3 * T, temperature=0) == expected
-    torch.testing.assert_close(torch.stack(seen), torch.stack(logits), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(torch.cat(seen), torch.stack(logits), rtol=1e-4, atol=1e-4)
 
 
 def test_generate_same_seed_repeats_and_another_differs() -> None:

@@ -42,6 +42,10 @@ def noisy_targets(model: DiffusionBlocks, targets: Tensor, eps: Tensor, sigma: f
     return model.target_table[targets] + sigma * eps
 
 
+def denoise(model: DiffusionBlocks, block_idx: int, inputs: Tensor, z: Tensor, sigma: Tensor) -> Tensor:
+    return model.denoise(block_idx, model.embed_bytes(inputs), z, sigma)
+
+
 def change_per_position(one: Tensor, other: Tensor) -> Tensor:
     return (one - other).abs().amax(dim=(0, 2))
 
@@ -59,7 +63,7 @@ def test_denoise_fixed_z_changed_byte_reaches_its_own_and_later_logits(block_idx
     z = noisy_targets(model, targets, torch.randn(4, T, D), 2.0)
     other = inputs.clone()
     other[:, changed] = (other[:, changed] + 1) % V
-    change = change_per_position(model.denoise(block_idx, inputs, z, sigma), model.denoise(block_idx, other, z, sigma))
+    change = change_per_position(*(denoise(model, block_idx, context, z, sigma) for context in (inputs, other)))
     assert bool((change[:changed] < 1e-5).all())
     assert bool((change[changed:] > 1e-4).all())
 
@@ -72,7 +76,7 @@ def test_denoise_z_of_the_text_changed_byte_shows_one_position_earlier_only(chan
     other = text.clone()
     other[:, changed] = (other[:, changed] + 1) % V
     eps, sigma = torch.randn(4, T, D), torch.full((4,), 1.0)
-    logits = [model.denoise(1, t[:, :-1], noisy_targets(model, t[:, 1:], eps, 1.0), sigma) for t in (text, other)]
+    logits = [denoise(model, 1, t[:, :-1], noisy_targets(model, t[:, 1:], eps, 1.0), sigma) for t in (text, other)]
     change = change_per_position(*logits)
     assert bool((change[: changed - 1] < 1e-5).all())
     # z of position j - 1 is made from byte j: that is the answer, noised, and it must be seen.
@@ -86,7 +90,7 @@ def test_denoise_mlp_layers_see_no_other_position() -> None:
     z, sigma = torch.randn(4, T, D), torch.full((4,), 2.0)
     other = inputs.clone()
     other[:, 3] = (other[:, 3] + 1) % V
-    change = change_per_position(model.denoise(0, inputs, z, sigma), model.denoise(0, other, z, sigma))
+    change = change_per_position(denoise(model, 0, inputs, z, sigma), denoise(model, 0, other, z, sigma))
     assert (change > 1e-5).tolist() == [position == 3 for position in range(T)]
 
 
@@ -95,8 +99,8 @@ def test_denoise_window_shorter_than_the_longest_is_a_prefix() -> None:
     model = lively()
     inputs, _ = random_batch()
     z, sigma = torch.randn(4, T, D), torch.full((4,), 2.0)
-    short = model.denoise(0, inputs[:, :3], z[:, :3], sigma)
-    torch.testing.assert_close(short, model.denoise(0, inputs, z, sigma)[:, :3], rtol=1e-4, atol=1e-5)
+    short = denoise(model, 0, inputs[:, :3], z[:, :3], sigma)
+    torch.testing.assert_close(short, denoise(model, 0, inputs, z, sigma)[:, :3], rtol=1e-4, atol=1e-5)
 
 
 # The target table, the streams and the start.
@@ -112,14 +116,14 @@ def test_streams_before_the_gate_have_comparable_norms_and_the_gate_sets_their_r
     model = DiffusionBlocks(**{**SMALL, "width": 128})
     inputs, targets = random_batch()
     seen: dict[str, Tensor] = {}
-    for name in ("norm_context", "norm_z", "noise_embedding"):
+    for name in ("context", "norm_z", "noise_embedding"):
         model.get_submodule(name).register_forward_hook(lambda _, __, out, name=name: seen.update({name: out}))
     hidden: list[Tensor] = []
     model.layers[0].register_forward_pre_hook(lambda _, args: hidden.append(args[0]))
     z = noisy_targets(model, targets, torch.randn(4, T, 128), sigma)
     with torch.no_grad():
-        model.denoise(0, inputs, z, torch.full((4,), sigma))
-    context, noisy = (seen[name].norm(dim=-1).mean() for name in ("norm_context", "norm_z"))
+        denoise(model, 0, inputs, z, torch.full((4,), sigma))
+    context, noisy = (seen[name].norm(dim=-1).mean() for name in ("context", "norm_z"))
     assert 0.8 < float(context / noisy) < 1.25
     assert float(seen["noise_embedding"].norm(dim=-1).mean()) < 0.2 * float(context)
     # Independent streams of norm sqrt(D), the noisy one behind its gate.
@@ -141,11 +145,12 @@ def test_denoise_preconditions_as_edm_does(sigma: float) -> None:
     inputs, _ = random_batch()
     z = torch.randn(4, T, D)
     total = sigma**2 + SIGMA_DATA**2
-    hidden = model.norm_context(model.embed(inputs))
+    embedding, norm = model.context
+    hidden = norm(embedding(inputs))
     hidden = hidden + model.z_gate * model.norm_z(model.z_in(z / math.sqrt(total)))
     hidden = model.layers[1](hidden + model.noise_embedding(torch.full((4, 1, 1), math.log(sigma) / 4)))
     mixed = sigma * SIGMA_DATA / math.sqrt(total) * hidden + SIGMA_DATA**2 / total * z
-    logits = model.denoise(1, inputs, z, torch.full((4,), sigma))
+    logits = denoise(model, 1, inputs, z, torch.full((4,), sigma))
     torch.testing.assert_close(logits, model.readout(mixed), rtol=1e-4, atol=1e-4)
 
 
@@ -157,7 +162,7 @@ def test_denoise_reads_the_noise_level() -> None:
     assert not torch.allclose(
         model.noise_embedding(torch.zeros(1, 1, 1)), model.noise_embedding(torch.full((1, 1, 1), 0.5))
     )
-    one, other = (model.denoise(0, inputs, z, torch.full((4,), sigma)) for sigma in (1.0, 10.0))
+    one, other = (denoise(model, 0, inputs, z, torch.full((4,), sigma)) for sigma in (1.0, 10.0))
     assert not torch.allclose(one, other)
 
 
@@ -170,9 +175,9 @@ def test_block_losses_noise_the_next_byte(record: Any) -> None:
     calls = record(model)
     inputs, targets = random_batch()
     model.block_losses((inputs, targets), 1)
-    [(_, seen, z, _)] = calls
-    assert torch.equal(seen, inputs)
-    assert torch.equal((z @ model.target_table.T).argmax(-1), targets)
+    [call] = calls
+    assert torch.equal(call.inputs, inputs)
+    assert torch.equal((call.z @ model.target_table.T).argmax(-1), targets)
     assert torch.equal(targets[:, :-1], inputs[:, 1:])
 
 
@@ -181,11 +186,11 @@ def test_block_losses_noise_has_the_level_that_is_reported(gamma: float, record:
     model = lively(gamma=gamma)
     calls = record(model)
     inputs, targets = random_batch(64)
-    _, sigma = model.block_losses((inputs, targets), 0)
-    [(_, _, z, seen_sigma)] = calls
-    assert torch.equal(seen_sigma, sigma)
+    _, _, sigma = model.block_losses((inputs, targets), 0)
+    [call] = calls
+    assert torch.equal(call.sigma, sigma)
     assert len(set(sigma.tolist())) > 60  # one level per sequence
-    residual = (z - model.target_table.detach()[targets]).flatten(1) / sigma[:, None]
+    residual = (call.z - model.target_table.detach()[targets]).flatten(1) / sigma[:, None]
     # Unit normal draws, T * D = 128 a sequence: the standard deviation of one of 64 is off by 4 sigma = 25 % at most.
     assert residual.std(dim=1).sub(1).abs().max() < 0.25
     assert abs(float(residual.std()) - 1) < 0.03
@@ -198,11 +203,11 @@ def test_training_and_sweep_map_noise_to_the_same_blocks(record: Any) -> None:
     for block_idx in range(B):
         model.block_training_step(random_batch(64), 0, block_idx)
     model(random_batch()[0])
-    assert [call[0] for call in calls] == [0, 1, 2, 0, 1, 2]
-    for block_idx, _, _, sigma in calls:
-        _, low, high = bands[block_idx]
+    assert [call.block_idx for call in calls] == [0, 1, 2, 0, 1, 2]
+    for call in calls:
+        _, low, high = bands[call.block_idx]
         # float32 levels against float64 edges.
-        assert low * (1 - 1e-6) <= float(sigma.min()) <= float(sigma.max()) <= high * (1 + 1e-6)
+        assert low * (1 - 1e-6) <= float(call.sigma.min()) <= float(call.sigma.max()) <= high * (1 + 1e-6)
 
 
 def test_bands_overlap_by_gamma_and_descend() -> None:
@@ -231,6 +236,15 @@ def test_configure_blocks_declares_no_prefix() -> None:
     model = DiffusionBlocks(**SMALL)
     layout = model.configure_blocks()
     assert (layout.layers, layout.readout, layout.num_blocks, layout.prefix) == (model.layers, model.readout, 3, "none")
+    assert layout.stem is None
+
+
+def test_configure_blocks_of_features_declares_the_frozen_prefix_and_its_stem() -> None:
+    model = DiffusionBlocks(**SMALL, objective="denoise_features")
+    layout = model.configure_blocks()
+    assert (layout.num_blocks, layout.prefix, layout.stem) == (3, "frozen", model.context)
+    names = partition(model, layout).block_names[0]
+    assert {"context.0.weight", "context.1.weight", "context.1.bias"} <= set(names)
 
 
 def test_sequence_cross_entropy_is_the_mean_of_each_sequence() -> None:
@@ -255,7 +269,7 @@ def test_block_training_step_weighs_on_request(
     weighted: bool, expected: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = DiffusionBlocks(**SMALL, weighted=weighted)
-    losses = (torch.tensor([1.0, 3.0]), torch.tensor([0.1, 1.0]))
+    losses = (torch.tensor([1.0, 3.0]), torch.tensor([7.0, 7.0]), torch.tensor([0.1, 1.0]))
     monkeypatch.setattr(model, "block_losses", lambda batch, block_idx: losses)
     assert float(model.block_training_step(random_batch(2), 0, 0)) == pytest.approx(expected, rel=1e-6)
 
@@ -265,7 +279,7 @@ def test_training_step_draws_every_block(record: Any) -> None:
     calls = record(model)
     for _ in range(40):
         model.training_step(random_batch(1), 0)
-    assert {call[0] for call in calls} == {0, 1, 2}  # one of three is missed with probability 3e-7
+    assert {call.block_idx for call in calls} == {0, 1, 2}  # one of three is missed with probability 3e-7
 
 
 # Unknown positions.
@@ -299,7 +313,7 @@ def test_block_losses_hide_inputs_as_asked(p_span: float, record: Any) -> None:
     model = lively(p_span=p_span)
     calls = record(model)
     model.block_losses(random_batch(), 0)
-    assert bool((calls[0][1][:, -1] == UNKNOWN).all()) is (p_span == 1.0)
+    assert bool((calls[0].inputs[:, -1] == UNKNOWN).all()) is (p_span == 1.0)
 
 
 # Arguments, and training.
@@ -313,7 +327,13 @@ def test_block_losses_hide_inputs_as_asked(p_span: float, record: Any) -> None:
         ({"sigma_min": 0.0}, "sigma_min must be positive"),
         ({"gamma": -0.1}, "gamma must not be negative; got gamma=-0.1"),
         ({"target_norm": 0.0}, "target_norm must be greater than 0.*got target_norm=0.0"),
-        ({"p_span": 1.5}, r"p_span in \[0, 1\]; got .*p_span=1.5"),
+        ({"p_span": 1.5}, r"p_span must be in \[0, 1\]; got p_span=1.5"),
+        ({"p_drop_z": 1.5}, r"p_drop_z in \[0, 1\]; got .*p_drop_z=1.5"),
+        ({"p_drop_z": math.nan}, r"p_drop_z in \[0, 1\]; got .*p_drop_z=nan"),
+        (
+            {"objective": "features"},
+            "objective must be one of denoise, denoise_features, mse; got objective='features'",
+        ),
         ({"num_heads": 3}, r"width must be a multiple of 2 \* num_heads"),
         ({"layer": "conv"}, "layer must be 'attention' or 'mlp'"),
     ],

@@ -38,19 +38,24 @@ def known_successor(inputs: Tensor) -> Tensor:
 
 @torch.no_grad()
 @pytest.mark.parametrize("num_blocks", [1, 2, 3, None])
-def test_sweep_equals_the_euler_walk_by_hand(num_blocks: int | None) -> None:
-    model = lively()
+@pytest.mark.parametrize("objective", ["denoise", "denoise_features", "mse"])
+def test_sweep_equals_the_euler_walk_by_hand(objective: str, num_blocks: int | None) -> None:
+    model = lively(objective=objective)
     inputs, _ = random_batch()
     noise = torch.randn(4, T, D)
     sigmas = [10.0, 1.623, 1.0]  # the paper's grid, to four digits
     assert model.sweep_sigmas == pytest.approx(sigmas, abs=5e-4)
     sigmas = list(model.sweep_sigmas)
-    z = 10.0 * noise
+    z, hidden = 10.0 * noise, model.embed_bytes(inputs)
     for block_idx in range(num_blocks or 3):
-        logits = model.denoise(block_idx, inputs, z, torch.full((4,), sigmas[block_idx]))
+        sigma = torch.full((4,), sigmas[block_idx])
+        logits = model.denoise(block_idx, hidden, z, sigma)
+        after, u = model.run_noisy(block_idx, hidden, z, sigma)
         if block_idx + 1 < 3:
             ratio = sigmas[block_idx + 1] / sigmas[block_idx]
-            z = ratio * z + (1 - ratio) * logits.softmax(-1) @ model.target_table
+            denoised = u if objective == "mse" else logits.softmax(-1) @ model.target_table
+            z = ratio * z + (1 - ratio) * denoised
+            hidden = after if objective == "denoise_features" else hidden
     torch.testing.assert_close(model.sweep(inputs, noise, num_blocks), logits, rtol=1e-4, atol=1e-5)
 
 
@@ -60,31 +65,31 @@ def test_sweep_runs_every_block_once_in_order_from_pure_noise(record: Any) -> No
     inputs, _ = random_batch()
     noise = torch.randn(4, T, D)
     assert model.sweep(inputs, noise).dtype == torch.float32
-    assert [call[0] for call in calls] == [0, 1, 2]
-    assert torch.equal(calls[0][2], 10.0 * noise)
-    assert [float(call[3][0]) for call in calls] == pytest.approx(list(model.sweep_sigmas))
+    assert [call.block_idx for call in calls] == [0, 1, 2]
+    assert torch.equal(calls[0].z, 10.0 * noise)
+    assert [float(call.sigma[0]) for call in calls] == pytest.approx(list(model.sweep_sigmas))
 
 
 def test_sweep_of_one_block_is_the_prior(record: Any) -> None:
     model = lively()
     inputs, _ = random_batch()
     noise = torch.randn(4, T, D)
-    prior = model.denoise(0, inputs, 10.0 * noise, torch.full((4,), 10.0))
+    prior = model.denoise(0, model.embed_bytes(inputs), 10.0 * noise, torch.full((4,), 10.0))
     calls = record(model)
     assert torch.equal(model.sweep(inputs, noise, num_blocks=1), prior)
-    assert [call[0] for call in calls] == [0]
+    assert [call.block_idx for call in calls] == [0]
 
 
 def test_sweep_of_a_single_block_model_is_one_evaluation_at_sigma_max(record: Any) -> None:
     model = lively(num_blocks=1)
     calls = record(model)
     model(random_batch()[0])
-    assert [(call[0], float(call[3][0])) for call in calls] == [(0, 10.0)]
+    assert [(call.block_idx, float(call.sigma[0])) for call in calls] == [(0, 10.0)]
 
 
 @pytest.mark.parametrize("num_blocks", [0, -1, 4])
 def test_sweep_number_of_blocks_out_of_range_is_named(num_blocks: int) -> None:
-    with pytest.raises(ValueError, match=rf"num_blocks of a sweep must be in 1 .. 3; got num_blocks={num_blocks}"):
+    with pytest.raises(ValueError, match=rf"num_blocks before an exit must be in 1 .. 3; got num_blocks={num_blocks}"):
         lively().sweep(random_batch()[0], torch.randn(4, T, D), num_blocks)
 
 
@@ -100,7 +105,12 @@ def test_sweep_intervention_replaces_what_every_block_is_shown(record: Any) -> N
 
     model.sweep(inputs, torch.randn(4, T, D), intervene=intervene)
     assert asked == [0, 1, 2]
-    assert [set(call[2].flatten().tolist()) for call in calls] == [{0.0}, {1.0}, {2.0}]
+    assert [set(call.z.flatten().tolist()) for call in calls] == [{0.0}, {1.0}, {2.0}]
+
+
+def test_sweep_intervention_without_noise_is_refused() -> None:
+    with pytest.raises(ValueError, match="a sweep with an intervention must start from noise"):
+        lively().sweep(random_batch()[0], None, intervene=lambda _, z: z)
 
 
 @torch.no_grad()
@@ -165,13 +175,13 @@ def test_evaluation_repeats_and_leaves_the_global_random_stream_alone() -> None:
 def test_evaluation_nats_are_those_of_one_sweep() -> None:
     model = lively()
     inputs, targets = random_batch()
-    logits = model.sweep(inputs, model.draw_noise(inputs, seed=5))
+    logits = model.sweep(inputs, model.draw_noise(inputs.shape, torch.Generator().manual_seed(5)))
     expected = -logits.log_softmax(-1).gather(-1, targets[..., None])[..., 0]
     torch.testing.assert_close(model.evaluation_nats((inputs, targets), 5), expected)
 
 
 def test_draw_noise_is_standard_normal() -> None:
-    noise = lively().draw_noise(torch.zeros(64, T, dtype=torch.int64), seed=1)
+    noise = lively().draw_noise((64, T), torch.Generator().manual_seed(1))
     assert noise.shape == (64, T, D)
     # 8,192 draws: four standard errors.
     assert abs(float(noise.mean())) < 4 / math.sqrt(8192)
@@ -234,7 +244,7 @@ def test_generate_reads_the_newest_bytes_that_fit_the_window(record: Any) -> Non
     model = lively()
     calls = record(model)
     model.generate(b"0123456789", 3, chunk_bytes=3)
-    assert calls[0][1].tolist() == [[*b"456789", UNKNOWN, UNKNOWN]]
+    assert calls[0].inputs.tolist() == [[*b"456789", UNKNOWN, UNKNOWN]]
     assert len(calls) == B  # one sweep
 
 

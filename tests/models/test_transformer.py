@@ -3,6 +3,7 @@ import torch
 from scipy import stats
 from torch import Tensor, nn
 
+from lightning_blocktrain.models.generation import gumbel_noise, refuse_generation, sample_bytes
 from lightning_blocktrain.models.transformer import (
     VOCABULARY,
     CausalAttention,
@@ -10,11 +11,8 @@ from lightning_blocktrain.models.transformer import (
     Layer,
     Mlp,
     Readout,
-    gumbel_noise,
     init_weights,
-    refuse_generation,
     rotate,
-    sample_bytes,
 )
 
 B, T, D, H = 2, 7, 16, 4

@@ -223,7 +223,7 @@ def test_one_stage_follows_global_backpropagation_for_twenty_steps_bit_for_bit(o
 def test_final_stage_without_consensus_learns_the_readout_from_its_own_loss():
     module, batch = tiny(), batches(1)[0]
     stages = learnt(module, batch, "broadcast")
-    assert stages[0].take_readout_gradients()[0].eq(0).all()
+    assert stages[0].take_readout_gradients() == [None] * 4
     own = [p.grad.clone() for p in stages[-1].readout.parameters()]
     expected = [p - 0.5 * gradient for p, gradient in zip(module.readout.parameters(), own, strict=True)]
     stages[-1].step(StepOrder(0, hyper(sgd(module)), None))

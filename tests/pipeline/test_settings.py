@@ -42,11 +42,17 @@ def make(**changes):
         {"method": "bp_groups", "mode": "serial"},
         {"clip": 0.5},
         {"clip": 1},
+        {"consensus_weights": "final"},
+        {"credit": "next_stage"},
+        {"credit": "next_stage", "backend": "processes", "micro_batches": 2, "stage_split": "auto"},
+        {"credit": "next_stage", "method": "live", "mode": "serial"},
+        {"schedule": "local_then_bp"},
+        {"schedule": "local_then_bp", "switch_frac": 0.75, "credit": "next_stage", "backend": "processes"},
     ],
 )
 def test_settings_that_go_together_are_accepted(changes):
     made = make(**changes)
-    assert {name: getattr(made, name) for name in VALID} == {**VALID, **changes}
+    assert {name: getattr(made, name) for name in {**VALID, **changes}} == {**VALID, **changes}
 
 
 @pytest.mark.parametrize(
@@ -75,7 +81,7 @@ def test_settings_that_go_together_are_accepted(changes):
             r"one number per stage; got stage_split=\[2, 2\], num_stages=4; leave num_stages out",
         ),
         ({"consensus_weights": [1, 1, 1]}, "per stage, the final one above 0; got .* for num_stages=4"),
-        ({"consensus_weights": "final"}, "consensus_weights must be 'uniform', 'depth' or one number per stage"),
+        ({"consensus_weights": "last"}, "consensus_weights must be 'uniform', 'depth', 'final' or one number per"),
         ({"method": "live"}, "method='live', mode='async'; drop one"),
         ({"method": "live", "mode": "serial", "backend": "processes"}, "method='live', backend='processes'; drop one"),
         ({"method": "bp_groups", "mode": "serial", "micro_batches": 2}, "micro_batches=2; drop one"),
@@ -83,6 +89,13 @@ def test_settings_that_go_together_are_accepted(changes):
         ({"lag": "pinned", "snapshot_every": 2}, "it needs method 'rgc' or 'broadcast' and snapshot_every=1"),
         ({"method": "live", "mode": "serial", "lag": "pinned"}, "method='live', lag='pinned'"),
         ({"mode": "serial", "stage_split": "auto"}, "only stages that run at the same time"),
+        ({"credit": "two"}, "credit must be known; got credit='two'; choose one of 'local', 'next_stage'"),
+        ({"schedule": "bp"}, "schedule must be known; got schedule='bp'; choose one of 'local', 'local_then_bp'"),
+        ({"schedule": "local_then_bp", "switch_frac": 0}, "switch_frac must be between 0 and 1; got switch_frac=0;"),
+        ({"schedule": "local_then_bp", "switch_frac": 1.0}, "switch_frac must be between 0 and 1"),
+        ({"switch_frac": 0.5}, "schedule='local' has no switch; got method='rgc', switch_frac=0.5; drop one"),
+        ({"method": "bp", "mode": "serial", "credit": "next_stage"}, "learn from the final loss already; got"),
+        ({"method": "bp_groups", "mode": "serial", "schedule": "local_then_bp"}, "learn as one from the start"),
         ({"method": "bp", "mode": "serial", "num_stages": None, "stage_split": [4]}, "method='bp' has no stages"),
     ],
 )
@@ -117,3 +130,16 @@ def test_threads_beyond_the_cores_are_cut_down_with_a_warning(monkeypatch):
 @pytest.mark.parametrize(("mode", "overlaps"), [("async", True), ("serial", False)])
 def test_stages_overlap_in_async_mode(mode, overlaps):
     assert make(mode=mode).overlaps is overlaps
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, None),
+        ({"schedule": "local_then_bp"}, 20),
+        ({"schedule": "local_then_bp", "switch_frac": 0.74}, 30),
+        ({"schedule": "local_then_bp", "switch_frac": 0.01}, 0),
+    ],
+)
+def test_switch_comes_after_its_share_of_the_steps(changes, expected):
+    assert make(**changes).switch_step(40) == expected

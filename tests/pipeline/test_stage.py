@@ -156,7 +156,7 @@ def test_taking_readout_gradients_forgets_them():
     learnt(first, batch)
     taken = first.take_readout_gradients()
     assert all(gradient.abs().sum() > 0 for gradient in taken)
-    assert all(gradient.eq(0).all() for gradient in first.take_readout_gradients())
+    assert first.take_readout_gradients() == [None] * 4
 
 
 def test_optimizer_state_goes_into_the_stages_and_back_by_name():

@@ -185,11 +185,12 @@ def stages_of(
     method: Any = "rgc",
     optimizer: torch.optim.Optimizer | None = None,
     weights: Any = "uniform",
+    credit: Any = "local",
 ) -> list[Stage]:
     """Return the stages of ``module``."""
     cut = cut_stages(module, BlockLayout(**module.configure_blocks()), sizes)
     shares = consensus_weights(weights, len(sizes))
-    return build_stages(module, cut, method, optimizer or sgd(module), shares, contextlib.nullcontext)
+    return build_stages(module, cut, method, optimizer or sgd(module), shares, contextlib.nullcontext, credit)
 
 
 def slow(*values: object) -> Any:
@@ -215,6 +216,7 @@ def open_backend(
     first_step: int = 0,
     timeout_s: float = 60.0,
     random: bool = False,
+    credit: Any = "local",
 ) -> Pipeline:
     """Start ``backend`` on ``module``; ``random`` gives every stage a random stream of its own."""
     optimizer = optimizer or sgd(module)
@@ -223,7 +225,7 @@ def open_backend(
         return GroupsPipeline(groups, first_step, timeout_s, 1)
     if backend.startswith("processes"):
         share(module)
-    stages = stages_of(module, sizes, method, optimizer)
+    stages = stages_of(module, sizes, method, optimizer, credit=credit)
     if random:
         for stage in stages:
             stage.set_random_state(torch.Generator().manual_seed(10 + stage.stage_idx).get_state())

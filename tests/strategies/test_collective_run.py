@@ -9,6 +9,7 @@ from torch import distributed
 from lightning_blocktrain.errors import RequestRefusedError, RunEndedError, RunFailedError, TransportError
 from lightning_blocktrain.partition import partition as cut
 from lightning_blocktrain.rounds import INTERFACE, RoundRules, Verdict
+from lightning_blocktrain.rounds.codecs import Codec
 from lightning_blocktrain.strategies.block_guard import declared_layout
 from lightning_blocktrain.strategies.process_groups import ProcessGroups
 from lightning_blocktrain.strategies.simulated_run import SimulatedRun
@@ -23,6 +24,7 @@ from tests.strategies.test_worker_run import (
     SEED,
     SYNC_EVERY,
     OnFrozenPrefix,
+    OnFrozenStem,
     ThreeBlocks,
     batches,
     learn,
@@ -47,21 +49,23 @@ def adamw(modules: Any) -> list[torch.optim.Optimizer]:
 
 
 @pytest.mark.parametrize(
-    ("make", "interface_every", "rules", "num_ranks"),
+    ("make", "interface_every", "rules", "num_ranks", "prefix"),
     [
-        (ThreeBlocks, 1, RoundRules(deadline_s=50.0), 6),
-        (OnFrozenPrefix, 2, RoundRules(deadline_s=50.0, clip_norm=0.2), 6),
-        (ThreeBlocks, 2, RoundRules(deadline_s=50.0, outlier_factor=1.5, min_replicas=2), 6),
-        (ThreeBlocks, 1, TRIMMED, 9),
+        (ThreeBlocks, 1, RoundRules(deadline_s=50.0), 6, {}),
+        (OnFrozenPrefix, 2, RoundRules(deadline_s=50.0, clip_norm=0.2), 6, {}),
+        (OnFrozenStem, 1, RoundRules(deadline_s=50.0), 6, {"prefix_every": 3, "prefix_codec": Codec("int8", block=16)}),
+        (OnFrozenPrefix, 1, RoundRules(deadline_s=50.0), 6, {"prefix_every": 2, "prefix_codec": Codec("fp32")}),
+        (ThreeBlocks, 2, RoundRules(deadline_s=50.0, outlier_factor=1.5, min_replicas=2), 6, {}),
+        (ThreeBlocks, 1, TRIMMED, 9, {}),
     ],
 )
 def test_collective_run_equals_the_simulator_bit_for_bit(
-    make: type[ThreeBlocks], interface_every: int, rules: RoundRules, num_ranks: int
+    make: type[ThreeBlocks], interface_every: int, rules: RoundRules, num_ranks: int, prefix: dict[str, Any]
 ) -> None:
-    num_rounds = 4
+    num_rounds = 5 if prefix else 4
     data = list(batches(num_ranks * SYNC_EVERY * num_rounds))
     module = seeded(make)
-    options = {"replicas": num_ranks // BLOCKS, "interface_every": interface_every, "rules": rules}
+    options = {"replicas": num_ranks // BLOCKS, "interface_every": interface_every, "rules": rules, **prefix}
     simulated = SimulatedRun(module, cut(module, declared_layout(module), BLOCKS), settings(**options), SEED)
     optimizer = torch.optim.AdamW(module.parameters(), lr=0.05)
     torch.manual_seed(4)
@@ -72,8 +76,8 @@ def test_collective_run_equals_the_simulator_bit_for_bit(
             simulated.count_batch(worker, batch[1].numel())
         simulated.finish_step(last=step + 1 == SYNC_EVERY * num_rounds)
 
-    agreed = terms(num_ranks, interface_every=interface_every, rules=rules, max_rounds=num_rounds)
-    with ranks(num_ranks, reads_prefix=make is OnFrozenPrefix) as opened:
+    agreed = terms(num_ranks, interface_every=interface_every, rules=rules, max_rounds=num_rounds, **prefix)
+    with ranks(num_ranks, reads_prefix=make is not ThreeBlocks) as opened:
         modules, runs = runs_of(opened, make, agreed, settings(), SEED)
         optimizers = adamw(modules)
         torch.manual_seed(4)

@@ -12,6 +12,7 @@ from lightning_blocktrain.coordinator.standing import store_standing
 from lightning_blocktrain.coordinator.storage import Storage
 from lightning_blocktrain.partition import partition as cut
 from lightning_blocktrain.rounds import INTERFACE, OuterSGD
+from lightning_blocktrain.rounds.codecs import Codec
 from lightning_blocktrain.strategies import block_checkpoint
 from lightning_blocktrain.strategies.block_guard import declared_layout
 from lightning_blocktrain.strategies.member import Member, MemberSettings
@@ -30,6 +31,7 @@ from tests.strategies.test_worker_run import (
     SYNC_EVERY,
     Clock,
     OnFrozenPrefix,
+    OnFrozenStem,
     ThreeBlocks,
     batches,
     learn,
@@ -50,10 +52,13 @@ class Run:
         interface_every: int,
         checkpoint: Mapping[str, Any] | None = None,
         make: type[ThreeBlocks] = ThreeBlocks,
+        drops_base: bool = False,
+        **changes: Any,
     ) -> None:
+        self.drops_base = drops_base
         worker_folder(folder).mkdir(parents=True)
         self.modules = [seeded(make) for _ in range(NUM_WORKERS)]
-        self.terms: RunTerms = terms(NUM_WORKERS, interface_every=interface_every, max_rounds=NUM_ROUNDS)
+        self.terms: RunTerms = terms(NUM_WORKERS, interface_every=interface_every, max_rounds=NUM_ROUNDS, **changes)
         self.cuts = [cut(module, declared_layout(module), BLOCKS) for module in self.modules]
         self.optimizers = [torch.optim.AdamW(module.parameters(), lr=0.05) for module in self.modules]
         for module in self.modules if checkpoint else ():
@@ -86,11 +91,12 @@ class Run:
 
     def _worker(self, worker_id: int, block_idx: int) -> WorkerRun:
         module, parts = self.modules[worker_id], self.cuts[worker_id]
-        return WorkerRun(module, parts, settings(), worker_id, block_idx, SEED, assembles=worker_id == 0)
+        leads, drops = worker_id == 0, self.drops_base
+        return WorkerRun(module, parts, settings(), worker_id, block_idx, SEED, assembles=leads, drops_base=drops)
 
     def _writer(self, folder: Path, run: WorkerRun, kept: int) -> Any:
         files = WorkerFiles(worker_folder(folder), run.worker.worker_id, kept)
-        return lambda: files.write(run.version, block_checkpoint.own_states(run.workers))
+        return lambda: files.write(run.version, run.own_states())
 
     def train(self, worker_id: int, round_idx: int) -> None:
         run = self.runs[worker_id]
@@ -124,19 +130,32 @@ class Run:
         return {name: t for ledger in self.desk.service.ledgers.values() for name, t in ledger.master.items()}
 
 
-def whole_run(folder: Path, interface_every: int) -> dict[str, Any]:
-    run = Run(folder, interface_every)
+def whole_run(folder: Path, interface_every: int, **options: Any) -> dict[str, Any]:
+    run = Run(folder, interface_every, **options)
     run.train_rounds(0, NUM_ROUNDS)
     return run.close()
 
 
 @pytest.mark.parametrize("interface_every", [1, 2, 3])
 @pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"drops_base": True},
+        {"make": OnFrozenStem, "drops_base": True},
+        {"make": OnFrozenPrefix, "prefix_every": 4},
+        {"make": OnFrozenStem, "prefix_every": 2, "prefix_codec": Codec("int8"), "drops_base": True},
+    ],
+    ids=["base", "no base", "prefix", "stale prefix", "stale prefix, no base"],
+)
 def test_scenario_32_resumed_workers_equal_the_uninterrupted_run(
-    tmp_path: Path, interface_every: int, ahead: bool
+    tmp_path: Path, interface_every: int, ahead: bool, options: dict[str, Any]
 ) -> None:
+    """What a stale prefix was read from is part of the state: the masters of its version are gone."""
     expected = whole_run(tmp_path / "whole", interface_every)
-    run = Run(tmp_path / "first", interface_every)
+    expected = whole_run(tmp_path / "same", interface_every, **options) if "make" in options else expected
+    run = Run(tmp_path / "first", interface_every, **options)
     run.train_rounds(0, SAVED_AT - 1)
     for worker_id in range(NUM_WORKERS):
         run.train(worker_id, SAVED_AT - 1)
@@ -151,8 +170,11 @@ def test_scenario_32_resumed_workers_equal_the_uninterrupted_run(
     run.close()
     torch.manual_seed(99)
     saved = torch.load(tmp_path / "x.ckpt", weights_only=True)
-    resumed = Run(tmp_path / "second", interface_every, saved)
+    resumed = Run(tmp_path / "second", interface_every, saved, **options)
     assert {run.version for run in resumed.runs} == {SAVED_AT}
+    for worker in resumed.runs:
+        stale = resumed.terms.prefix_version(SAVED_AT)
+        assert set(worker.workers.prefix.versions.values()) <= {stale}
     assert resumed.desk.service.versions[INTERFACE] == SAVED_AT // interface_every
     resumed.train_rounds(SAVED_AT, NUM_ROUNDS)
     assert resumed.desk.service.phase == "finished"
@@ -209,7 +231,7 @@ def test_parts_of_the_last_round_are_those_of_its_end_though_another_block_close
     assert run.runs[2].ended is (make is OnFrozenPrefix)  # which looks at block 1 too
     parts = checkpoint_after_the_end(run) if saved_before else run.checkpoint()[block_checkpoint.MEMBER_KEY]
     assert parts["coordinator"]["version"] == NUM_ROUNDS
-    steps = {key: int(kept["optimizer"]["embed.weight"]["step"]) for key, kept in parts["workers"].items()}
+    steps = {key: int(kept["optimizer"]["readout.weight"]["step"]) for key, kept in parts["workers"].items()}
     assert len(steps) == NUM_WORKERS and set(steps.values()) == {NUM_ROUNDS * SYNC_EVERY}
     run.close()
 

@@ -1,10 +1,12 @@
 """One worker's rounds over a transport in memory, driven without Lightning and without processes."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_blocktrain.coordinator.desk import Desk
@@ -18,8 +20,10 @@ from lightning_blocktrain.strategies.block_guard import declared_layout
 from lightning_blocktrain.strategies.simulated_run import RunSettings, SimulatedRun
 from lightning_blocktrain.strategies.worker_run import WorkerRun, masters_of
 from lightning_blocktrain.transport import RunTerms, WorkerFacts
+from lightning_blocktrain.transport.http import HttpTransport
 from lightning_blocktrain.transport.memory import MemoryHub, MemoryTransport
 from tests.strategies.conftest import UserModule, assert_same, seeded
+from tests.transport.lines import served
 
 BLOCKS, REPLICAS, SYNC_EVERY, SEED = 3, 2, 2, 11
 RULES = RoundRules(deadline_s=50.0)
@@ -42,12 +46,25 @@ class ThreeBlocks(UserModule):
 
 
 class OnFrozenPrefix(ThreeBlocks):
-    """The same, each block on top of the blocks before it."""
+    """The same, each block on top of the blocks before it, which are frozen."""
 
     prefix = "frozen"
 
     def block_loss(self, batch: list[Tensor], block_idx: int) -> Tensor:
-        return self._loss(batch, self.layers[: block_idx + 1])
+        with torch.set_grad_enabled(block_idx == 0):
+            hidden = F.dropout(self.embed(batch[0]), self.dropout, self.training)
+        with torch.no_grad():
+            for layer in self.layers[:block_idx]:
+                hidden = layer(hidden)
+        logits = self.readout(self.layers[block_idx](hidden))
+        return F.cross_entropy(logits.flatten(0, -2), batch[1].flatten())
+
+
+class OnFrozenStem(OnFrozenPrefix):
+    """The same, with an embedding that only block 0 trains."""
+
+    def configure_blocks(self) -> Mapping[str, Any]:
+        return {**super().configure_blocks(), "stem": self.embed}
 
 
 class Clock:
@@ -84,22 +101,48 @@ class Fleet:
         block_of: Sequence[int],
         make: type[ThreeBlocks] = ThreeBlocks,
         look_up: Callable[[], None] | None = None,
+        stack: ExitStack | None = None,
+        kind: str = "memory",
+        drops_base: bool = False,
+        desk: Desk | None = None,
+        url: str = "",
         **changes: Any,
     ) -> None:
         self.clock = Clock()
-        self.hub = MemoryHub(Desk("run", "token"), self.clock)
+        self.desk = desk or Desk("run", "token")
+        self.hub = MemoryHub(self.desk, self.clock)
+        if kind == "http" and not url:
+            assert stack is not None
+            url = stack.enter_context(served(self.desk, self.clock)).url
+
+        def open_line() -> Any:
+            if kind == "memory":
+                return MemoryTransport(self.hub, "run", "token")
+            assert stack is not None
+            return stack.enter_context(HttpTransport(url, "run", "token"))
+
         self.modules = [seeded(make) for _ in block_of]
         self.cut = cut(self.modules[0], declared_layout(self.modules[0]), BLOCKS)
         self.terms = terms(len(block_of), **changes)
         self.optimizers, self.runs, self.lines = [], [], []
-        founder = MemoryTransport(self.hub, "run", "token")
+        founder = open_line()
         founder.found(self.terms, masters_of(self.modules[0], self.cut))
         for worker_id, module in enumerate(self.modules):
-            line = MemoryTransport(self.hub, "run", "token")
+            line = open_line()
             welcome = line.join(WorkerFacts(worker_id, block_of[worker_id]))
             parts = cut(module, declared_layout(module), BLOCKS)
             leads = worker_id == 0
-            run = WorkerRun(module, parts, settings(), worker_id, welcome.block_idx, SEED, leads, clock=self.clock)
+            run = WorkerRun(
+                module,
+                parts,
+                settings(),
+                worker_id,
+                welcome.block_idx,
+                SEED,
+                leads,
+                clock=self.clock,
+                drops_base=drops_base,
+            )
             run.begin(line, welcome, look_up)
             self.optimizers.append(torch.optim.AdamW(module.parameters(), lr=0.05))
             self.runs.append(run)
@@ -108,14 +151,15 @@ class Fleet:
     def step(self, worker_id: int, batch: list[Tensor]) -> None:
         """Take one inner step, without what ends a round."""
         run = self.runs[worker_id]
-        learn(self.modules[worker_id], run.workers, run.worker, self.optimizers[worker_id], batch)
         run.count_batch(run.worker, batch[1].numel())
+        learn(self.modules[worker_id], run.workers, run.worker, self.optimizers[worker_id], batch)
+        run.tally.count_prefix(run.workers.prefix)
         run.worker.num_steps += 1
         run.steps_in_round += 1
 
     @property
     def ledgers(self) -> Any:
-        return self.hub.desk.service.ledgers
+        return self.desk.service.ledgers
 
     def masters(self) -> dict[str, Tensor]:
         return {name: tensor for ledger in self.ledgers.values() for name, tensor in ledger.master.items()}
@@ -137,41 +181,70 @@ def batches(num: int) -> Iterator[list[Tensor]]:
 
 
 @pytest.mark.parametrize(
-    ("make", "interface_every", "codec"),
+    ("make", "interface_every", "codec", "prefix_every", "prefix_codec"),
     [
-        (ThreeBlocks, 1, Codec("fp32")),
-        (ThreeBlocks, 2, Codec("fp32")),
-        (OnFrozenPrefix, 1, Codec("fp32")),
-        (ThreeBlocks, 2, Codec("int8", block=16)),
-        (ThreeBlocks, 1, Codec("topk", top_frac=0.1)),
+        (ThreeBlocks, 1, Codec("fp32"), 1, Codec("bf16")),
+        (ThreeBlocks, 2, Codec("fp32"), 1, Codec("bf16")),
+        (OnFrozenPrefix, 1, Codec("fp32"), 1, Codec("fp32")),
+        (OnFrozenPrefix, 1, Codec("fp32"), 1, Codec("bf16")),
+        (OnFrozenStem, 2, Codec("fp32"), 3, Codec("bf16")),
+        (OnFrozenPrefix, 1, Codec("bf16"), 3, Codec("int8", block=16)),
+        (OnFrozenStem, 1, Codec("fp32"), 1, Codec("int8")),
+        (ThreeBlocks, 2, Codec("int8", block=16), 1, Codec("bf16")),
+        (ThreeBlocks, 1, Codec("topk", top_frac=0.1), 1, Codec("bf16")),
     ],
 )
+@pytest.mark.parametrize("kind", ["memory", "http"])
 def test_worker_run_lockstep_equals_the_simulator_bit_for_bit(
-    make: type[ThreeBlocks], interface_every: int, codec: Codec
+    kind: str,
+    make: type[ThreeBlocks],
+    interface_every: int,
+    codec: Codec,
+    prefix_every: int,
+    prefix_codec: Codec,
 ) -> None:
-    num_workers, num_rounds = BLOCKS * REPLICAS, 4
+    num_workers, num_rounds = BLOCKS * REPLICAS, 5
     data = list(batches(num_workers * SYNC_EVERY * num_rounds))
 
     module = seeded(make)
     optimizer = torch.optim.AdamW(module.parameters(), lr=0.05)
     parts = cut(module, declared_layout(module), BLOCKS)
-    options = {"replicas": REPLICAS, "interface_every": interface_every, "codec": codec}
-    simulated = SimulatedRun(module, parts, settings(**options), SEED)
+    agreed = {
+        "interface_every": interface_every,
+        "codec": codec,
+        "prefix_every": prefix_every,
+        "prefix_codec": prefix_codec,
+    }
+    simulated = SimulatedRun(module, parts, settings(replicas=REPLICAS, **agreed), SEED)
     torch.manual_seed(4)
     for step in range(SYNC_EVERY * num_rounds):
         for worker in simulated.workers:
             batch = data[step * num_workers + worker.worker_id]
-            learn(module, simulated.workers, worker, optimizer, batch)
             simulated.count_batch(worker, batch[1].numel())
+            learn(module, simulated.workers, worker, optimizer, batch)
         simulated.finish_step(last=step + 1 == SYNC_EVERY * num_rounds)
 
-    fleet = Fleet(
-        [w % BLOCKS for w in range(num_workers)],
-        make,
-        interface_every=interface_every,
-        max_rounds=num_rounds,
-        codec=codec,
-    )
+    with ExitStack() as stack:
+        fleet = Fleet(
+            [w % BLOCKS for w in range(num_workers)], make, max_rounds=num_rounds, stack=stack, kind=kind, **agreed
+        )
+        train_fleet(fleet, data, num_rounds)
+
+        expected = {name: tensor for entry in simulated.coordinator.masters.values() for name, tensor in entry.items()}
+        assert_same(fleet.masters(), expected)
+        assert_same(dict(fleet.modules[0].state_dict()), dict(module.state_dict()))
+        assert fleet.runs[0].tally.accepted_tokens == simulated.tally.accepted_tokens
+        assert fleet.runs[0].tally.num_rounds_closed == num_rounds
+        assert sum(run.tally.sent_bytes for run in fleet.runs) == simulated.tally.sent_bytes > 0
+        for counter in ("prefix_bytes", "prefix_tokens"):
+            assert sum(getattr(run.tally, counter) for run in fleet.runs) == getattr(simulated.tally, counter)
+            assert (getattr(simulated.tally, counter) > 0) is (make is not ThreeBlocks)
+        assert not any(verdict is not Verdict.ACCEPTED for _, verdict in fleet.desk.service.counts)
+
+
+def train_fleet(fleet: "Fleet", data: Sequence[list[Tensor]], num_rounds: int) -> None:
+    """Train whole rounds in lockstep, and assemble the module of the first worker."""
+    num_workers = len(fleet.runs)
     torch.manual_seed(4)
     for step in range(SYNC_EVERY * num_rounds):
         for w in range(num_workers):
@@ -182,13 +255,6 @@ def test_worker_run_lockstep_equals_the_simulator_bit_for_bit(
             for run in fleet.runs:
                 run.take_round()
     fleet.runs[0].assemble()
-
-    expected = {name: tensor for entry in simulated.coordinator.masters.values() for name, tensor in entry.items()}
-    assert_same(fleet.masters(), expected)
-    assert_same(dict(fleet.modules[0].state_dict()), dict(module.state_dict()))
-    assert fleet.runs[0].tally.accepted_tokens == simulated.tally.accepted_tokens
-    assert fleet.runs[0].tally.num_rounds_closed == num_rounds
-    assert sum(run.tally.sent_bytes for run in fleet.runs) == simulated.tally.sent_bytes > 0
 
 
 def test_worker_run_masters_of_a_module_are_every_tensor_once() -> None:

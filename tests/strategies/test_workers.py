@@ -79,12 +79,16 @@ def test_released_tensors_keep_object_shape_and_flag_and_are_nan() -> None:
 def test_worker_on_a_frozen_prefix_holds_the_blocks_before_it_in_the_version_of_the_round() -> None:
     fleet = Fleet([0, 1, 2], OnFrozenPrefix)
     one_round(fleet)
-    before, after = fleet.cut.block_names[0], fleet.cut.block_names[2]
-    merged = fleet.runs[1].workers.merged
-    assert_same({name: merged[name] for name in before}, fleet.ledgers["block0"].master)
     assert fleet.ledgers["block0"].version == 1
-    assert fleet.runs[1].workers.released == set(after)
-    assert not fleet.runs[2].workers.released
+    for run in fleet.runs[1:]:
+        before = range(run.worker.block_idx)
+        assert run.workers.prefix.versions == dict.fromkeys(before, 1)
+        mine = fleet.cut.block_names[run.worker.block_idx]
+        others = {name for names in fleet.cut.block_names for name in names} - set(mine)
+        assert run.workers.released == others
+        masters = [fleet.ledgers[f"block{b}"].master for b in before]
+        num_values = sum(tensor.numel() for master in masters for tensor in master.values())
+        assert run.workers.prefix.mem_bytes == 2 * num_values
 
 
 def test_rank_zero_that_assembles_releases_nothing() -> None:

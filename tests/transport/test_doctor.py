@@ -21,6 +21,7 @@ from lightning_blocktrain.coordinator.probe import MAX_PROBE_BYTES
 from lightning_blocktrain.coordinator.server import CoordinatorServer, ServerLimits
 from lightning_blocktrain.transport import doctor
 from lightning_blocktrain.transport.doctor import Finding, Target, run_checks
+from lightning_blocktrain.transport.versions import PROTOCOL
 from tests.coordinator.test_server import AUTH, client_of, founded_desk
 from tests.transport.lines import RUN, TOKEN, Clock, served
 from tests.transport.test_http import make_certificate
@@ -174,7 +175,7 @@ def test_something_else_that_answers_is_no_coordinator(status: int, body: bytes)
 
 
 @pytest.mark.parametrize(
-    ("protocol", "package", "level"), [(2, "0.1.0", "fail"), (None, "0.1.0", "fail"), (1, "99", "warn")]
+    ("protocol", "package", "level"), [(1, "0.1.0", "fail"), (None, "0.1.0", "fail"), (PROTOCOL, "99", "warn")]
 )
 def test_other_versions_are_seen(
     protocol: int | None, package: str, level: str, server: CoordinatorServer, monkeypatch: pytest.MonkeyPatch
@@ -182,7 +183,7 @@ def test_other_versions_are_seen(
     monkeypatch.setattr(lightning_blocktrain.coordinator.server, "PROTOCOL", protocol)
     monkeypatch.setattr(lightning_blocktrain.coordinator.server, "package_version", lambda: package)
     assert levels(found := findings(server.url)) == {"version": level}
-    assert f"protocol 1 here, {protocol} there" in found["version"].text
+    assert f"protocol {PROTOCOL} here, {protocol} there" in found["version"].text
 
 
 def test_clock_that_differs_is_a_warning_with_its_side(server: CoordinatorServer) -> None:

@@ -23,6 +23,8 @@ def test_json_round_trip_is_the_same_terms() -> None:
         on_missing_block="fail",
         identity={"model": "m"},
         worker_settings={"codec": {"codec": "fp32"}},
+        prefix_every=3,
+        prefix_codec=Codec("int8", block=64, spared=("norm.mean",)),
     )
     assert RunTerms.from_json(json.loads(json.dumps(sent.to_json()))) == sent
 
@@ -39,6 +41,9 @@ def test_json_round_trip_is_the_same_terms() -> None:
         {"unknown": 1},
         {"silent_after_s": "soon"},
         {"on_missing_block": []},
+        {"prefix_codec": {"name": "topk"}},
+        {"prefix_codec": "bf16"},
+        {"prefix_every": 0},
     ],
 )
 def test_json_of_strangers_gives_one_error(change: dict[str, Any]) -> None:
@@ -60,6 +65,8 @@ def test_json_of_strangers_gives_one_error(change: dict[str, Any]) -> None:
         ({"num_workers": 3, "rules": RoundRules(1.0, min_replicas=2)}, "needs 2 replicas"),
         ({"join_timeout_s": float("inf")}, "join_timeout_s must be finite"),
         ({"silent_after_s": 0.0}, "silent_after_s must be finite"),
+        ({"prefix_every": 0}, "prefix_every must be"),
+        ({"prefix_codec": Codec("topk")}, "prefix_codec must be a codec for whole values; got prefix_codec='topk'"),
         ({"on_missing_block": "wait"}, "on_missing_block must be 'warn' or 'fail'"),
     ],
 )
@@ -103,12 +110,25 @@ def test_identity_differences_compares_the_names_of_both() -> None:
     assert identity_differences({"a": 1, "b": 2, "c": 3}, {"b": 2, "c": 4, "d": 5}) == ["c: here=3, there=4"]
 
 
+@pytest.mark.parametrize(("prefix_every", "wanted"), [(1, [0, 1, 2, 3, 4]), (3, [0, 0, 0, 3, 3]), (9, [0] * 5)])
+def test_prefix_is_wanted_in_the_version_of_every_nth_round(prefix_every: int, wanted: list[int]) -> None:
+    assert [terms(prefix_every=prefix_every).prefix_version(version) for version in range(5)] == wanted
+
+
 def test_differing_terms_names_what_a_joining_worker_asked_for_in_vain() -> None:
-    run = terms(codec=Codec("int8"), rules=RoundRules(deadline_s=9.0, clip_norm=2.0), max_rounds=5)
+    run = terms(
+        codec=Codec("int8"),
+        prefix_every=4,
+        prefix_codec=Codec("fp32"),
+        rules=RoundRules(deadline_s=9.0, clip_norm=2.0),
+        max_rounds=5,
+    )
     own = terms(rules=RoundRules(deadline_s=9.0), outer=OuterSGD(momentum=0.5))
     assert differing_terms(own, run) == [
         "clip_norm: here=None, there=2.0",
         "codec: here={'codec': 'fp32'}, there={'codec': 'int8', 'block': '256'}",
         "outer_optimizer.momentum: here=0.5, there=0.0",
+        "prefix_codec: here={'codec': 'bf16'}, there={'codec': 'fp32'}",
+        "prefix_every: here=1, there=4",
     ]
     assert differing_terms(run, run) == []

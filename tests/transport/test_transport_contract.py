@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor
 
 from lightning_blocktrain.coordinator import SimulatedCoordinator, WorkerRound, preset_network
+from lightning_blocktrain.coordinator import masters as coordinator_masters
 from lightning_blocktrain.errors import (
     NotFoundedError,
     NotJoinedError,
@@ -21,7 +23,8 @@ from lightning_blocktrain.errors import (
     WrongRunError,
 )
 from lightning_blocktrain.rounds import OuterSGD, RoundRules, Verdict
-from lightning_blocktrain.rounds.codecs import Codec
+from lightning_blocktrain.rounds.codecs import Codec, Encoded
+from lightning_blocktrain.rounds.values import decode_values, encode_values
 from lightning_blocktrain.transport.base import Fetched, Transport, WorkerFacts
 from tests.transport.lines import (
     RUN,
@@ -246,6 +249,63 @@ def test_fetch_without_anything_newer_returns_none_and_unknown_entries_are_refus
     for entry in ("block2", "interface", "../block0", ""):
         with pytest.raises(RequestRefusedError):
             transport.fetch(entry)
+
+
+@pytest.mark.parametrize("codec", [Codec("fp32"), Codec("bf16"), Codec("int8"), Codec("int8", block=16)])
+def test_fetch_in_a_codec_gives_the_values_in_its_form(line: Line, codec: Codec) -> None:
+    run_codec = Codec("bf16", spared=("layer.b",))
+    masters = {"block0": {**make_masters(1)["block0"], "layer.b": torch.tensor([1 / 3])}}
+    transport = line.open()
+    transport.found(make_terms(1, prefix_codec=run_codec), masters)
+    found = transport.fetch("block0", -1, 0.0, codec)
+    assert found is not None and (found.version, dict(found.meta)) == (0, codec.meta)
+    spared = replace(codec, spared=("layer.b",))
+    expected = encode_values(spared, masters["block0"])
+    assert same(found.params, expected.tensors)
+    decoded = decode_values(spared, Encoded(found.params, dict(found.meta)), masters["block0"])
+    assert torch.equal(decoded["layer.b"], masters["block0"]["layer.b"])
+    assert torch.equal(decoded["layer.n"], masters["block0"]["layer.n"])
+    found.params["values:layer.b"].add_(1.0)
+    again = transport.fetch("block0", -1, 0.0, codec)
+    assert again is not None and same(again.params, expected.tensors)
+    assert same(fetched(transport, "block0").params, masters["block0"])
+
+
+def test_fetch_in_a_codec_waits_like_any_other_and_gives_the_newest(line: Line) -> None:
+    ((worker, _),) = begin(line, [0])
+    assert worker.fetch("block0", 0, 0.0, Codec("bf16")) is None
+    send(worker, 1)
+    found = worker.fetch("block0", 0, 0.0, Codec("bf16"))
+    assert found is not None and found.version == 1
+    assert same(found.params, encode_values(Codec("bf16"), fetched(worker, "block0").params).tensors)
+    assert found.closes_in_s is not None
+
+
+def test_fetch_in_a_codec_that_carries_no_values_is_refused_by_name(line: Line) -> None:
+    transport = line.open()
+    transport.found(make_terms(), make_masters())
+    with pytest.raises(RequestRefusedError, match="codec must be a codec for whole values; got codec='topk'"):
+        transport.fetch("block0", -1, 0.0, Codec("topk"))
+    assert transport.fetch("block0", -1, 0.0, Codec("bf16")) is not None
+
+
+def test_fetch_in_a_codec_is_encoded_once_for_all_who_ask(line: Line, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+
+    def counting(codec: Codec, params: Any) -> Encoded:
+        calls.append(codec.name)
+        return encode_values(codec, params)
+
+    monkeypatch.setattr(coordinator_masters, "encode_values", counting)
+    (worker, _), (other, _) = begin(line, [0, 0])
+    for transport in (worker, other, worker):
+        transport.fetch("block0", -1, 0.0, Codec("int8"))
+    assert calls == ["int8"]
+    for transport in (worker, other):
+        send(transport, 1)
+    for transport in (worker, other):
+        transport.fetch("block0", 0, 0.0, Codec("int8"))
+    assert calls == ["int8", "int8"]
 
 
 def test_fetch_waits_for_the_close_of_the_round(line: Line) -> None:
