@@ -56,7 +56,8 @@ def _facts(status: Mapping[str, Any]) -> Text:
     if expected:
         facts.append(f"{_share(heard, expected)} rounds in time")
     facts.append(f"{_mib(traffic.get('received_bytes', 0))} received")
-    facts.append(f"{_mib(traffic.get('sent_bytes', 0))} sent")
+    prefix = f" ({_mib(traffic['prefix_bytes'])} of prefixes)" if traffic.get("prefix_bytes") else ""
+    facts.append(f"{_mib(traffic.get('sent_bytes', 0))} sent{prefix}")
     if traffic.get("wrong_tokens"):
         facts.append(f"{traffic['wrong_tokens']} wrong tokens")
     if status.get("missing_blocks"):

@@ -81,9 +81,11 @@ def shown(status: Mapping[str, Any]) -> str:
 
 
 def test_status_view_shows_what_there_is_to_know_of_a_run() -> None:
-    text = shown({**snapshot(make_desk().service, 10.0), "traffic": {"received_bytes": 3 * 2**20, "wrong_tokens": 4}})
+    traffic = {"received_bytes": 3 * 2**20, "sent_bytes": 2**21, "prefix_bytes": 2**20, "wrong_tokens": 4}
+    text = shown({**snapshot(make_desk().service, 10.0), "traffic": traffic})
     assert f"run {RUN} is running" in text
-    assert "1 workers in, 1 silent, 1 of 2 (50%) rounds in time, 3.0 MiB received, 0.0 MiB sent, 4 wrong tokens" in text
+    assert "1 workers in, 1 silent, 1 of 2 (50%) rounds in time, 3.0 MiB received, 2.0 MiB sent" in text
+    assert "2.0 MiB sent (1.0 MiB of prefixes), 4 wrong tokens" in text
     assert re.search(r"block0 +1 +996\.0 s +0 +1 +0 +1 +1 of 2, 6\.0 s", text)
     assert re.search(r"0 +block0 +in .*1 of 1 \(100%\)", text)
     assert re.search(r"1 +block0 +silent +quiet", text)

@@ -20,9 +20,10 @@ block index, ``{s}`` a stage index, ``{K}`` a number of draws.
 | ``val/span_ce`` | one sweep that does not know the second half, scored on it | nats per token |
 | ``val/ablation/z_noise_ce`` | all draws; ``z`` after block 0 replaced by fresh noise | nats per token |
 | ``val/ablation/z_zero_ce`` | all draws; ``z`` after block 0 replaced by zeros | nats per token |
+| ``val/ablation/no_z_ce`` | one walk without ``z`` | nats per token |
 | ``val/ablation/context_scrambled_ce`` | all draws; inputs permuted within their window | nats per token |
 | ``val/leak_accuracy`` | accuracy of reading the target off the noised input at ``sigma_min`` | ratio |
-| ``val/loss/exit{s}`` | loss of the model cut off after stage s, with the shared readout | nats per token |
+| ``val/loss/exit{s}`` | loss of the model cut off after stage s | nats per token |
 | ``val/bits_per_token/exit{s}`` | the same in bits; bits per byte where tokens are bytes | bits per token |
 | ``test/...`` | as ``val/...``, on the test split | |
 | ``throughput/accepted_tokens_per_s`` | tokens of merged block updates per second of training | tokens/s |
@@ -49,6 +50,10 @@ block index, ``{s}`` a stage index, ``{K}`` a number of draws.
 | ``blocktrain/worker_steps`` | inner optimizer steps so far, all workers | count |
 | ``blocktrain/worker_tokens`` | tokens processed so far, all workers | count |
 | ``blocktrain/sent_bytes`` | bytes of the updates sent so far by this process's workers, as encoded | bytes |
+| ``blocktrain/prefix_bytes`` | bytes of frozen prefixes fetched so far by this process's workers, as encoded | bytes |
+| ``blocktrain/prefix_tokens`` | target tokens so far, once per call of a frozen layer | count |
+| ``blocktrain/prefix_s`` | time in frozen layers so far, decoding included | s |
+| ``blocktrain/prefix_cache_hits`` | batches so far whose features were found on disk | count |
 | ``blocktrain/accepted_tokens`` | tokens of the block updates that were merged so far | count |
 | ``pipeline/busy_frac/stage{s}`` | forward and backward passes / wall time of the stage, validation left out | ratio |
 | ``pipeline/wait_in_frac/stage{s}`` | waiting for a batch, a snapshot or gradients / wall time | ratio |

@@ -144,19 +144,32 @@ class ByteTransformer(BlockModel):
     def block_training_step(self, batch: Batch, batch_idx: int, block_idx: int) -> Tensor:
         """Return the next-byte cross entropy at the exit of block ``block_idx``, in nats; earlier blocks are frozen."""
         inputs, targets = batch = self.hide(batch)
-        state = self.block_features(batch, block_idx) if block_idx else self.start(inputs)
+        state = self.before(self.block_features(batch, block_idx)) if block_idx else self.start(inputs)
         logits = self.read(block_idx, self.step(block_idx, state))
         loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten())
         self.log(f"train/local_ce/block{block_idx}", loss.detach(), batch_size=len(inputs))
         return loss
 
     @torch.no_grad()
-    def block_features(self, batch: Batch, block_idx: int) -> State:
-        """Return what block ``block_idx`` reads of the blocks before it; a function of them and the batch alone."""
-        state = self.start(batch[0])
+    def block_features(self, batch: Batch, block_idx: int) -> tuple[Tensor, ...]:
+        """Return what the blocks before ``block_idx`` make of a batch: a function of them and the batch alone.
+
+        The hidden states after the last of them, (B, T, D); where logits add up, those after every one of them.
+        """
+        (hidden,) = self.start(batch[0])
+        after = []
         for earlier in range(block_idx):
-            state = self.step(earlier, state)
-        return state
+            hidden = self.run_block(earlier, hidden)
+            after.append(hidden)
+        return tuple(after) if self.objective == "residual" else (hidden,)
+
+    @torch.no_grad()
+    def before(self, features: tuple[Tensor, ...]) -> State:
+        """Return the state before a block, given the features that it reads."""
+        if self.objective == "features":
+            return features
+        exits = [self.exit_of(block_idx, hidden) for block_idx, hidden in enumerate(features)]
+        return features[-1], torch.stack(exits).sum(0)
 
     def stage_embed(self, batch: Batch) -> Tensor:
         """Return the hidden states before the first layer, (B, T, D), for a pipeline's first stage.

@@ -179,20 +179,29 @@ def test_mse_teaches_the_block_by_its_squared_error_alone_and_the_readout_by_its
 # What the blocks before a block hand on.
 
 
+@pytest.mark.parametrize("exits", ["shared", "own"])
 @pytest.mark.parametrize("objective", ["features", "residual"])
-def test_block_features_are_the_blocks_before_by_hand_without_graph(objective: str) -> None:
-    model, batch = causal(objective, num_layers=6), random_batch()
-    hidden, logits = model.embed(batch[0]), torch.zeros(())
+def test_block_features_are_the_blocks_before_by_hand_without_graph(objective: str, exits: str) -> None:
+    model, batch = causal(objective, num_layers=6, exits=exits), random_batch()
+    hidden, logits, after = model.embed(batch[0]), torch.zeros(()), []
     for block_idx in range(3):
-        state = model.block_features(batch, block_idx)
-        assert not any(tensor.requires_grad for tensor in state)
-        torch.testing.assert_close(state[0], hidden)
-        if objective == "residual" and block_idx:
-            torch.testing.assert_close(state[1], logits)
-        assert len(state) == 1 + (objective == "residual" and block_idx > 0)
+        features = model.block_features(batch, block_idx)
+        assert not any(tensor.requires_grad for tensor in features)
+        expected = after if objective == "residual" else [hidden]
+        assert len(features) == len(expected)
+        for one, other in zip(features, expected, strict=True):
+            torch.testing.assert_close(one, other)
+        if block_idx:
+            state = model.before(features)
+            assert not any(tensor.requires_grad for tensor in state)
+            torch.testing.assert_close(state[0], hidden)
+            if objective == "residual":
+                torch.testing.assert_close(state[1], logits)
         for layer in model.layers[2 * block_idx : 2 * block_idx + 2]:
             hidden = layer(hidden)
-        logits = logits + model.readout(hidden)
+        after.append(hidden)
+        own = model.readout if model.exits is None or block_idx == 2 else model.exits[2 * block_idx + 1]
+        logits = logits + own(hidden)
 
 
 @pytest.mark.parametrize("objective", ["features", "residual"])
@@ -206,8 +215,12 @@ def test_block_features_are_a_function_of_the_bytes_and_the_blocks_before(object
     assert all(torch.equal(one, other) for one, other in zip(first, again, strict=True))
     assert torch.equal(torch.get_rng_state(), state)
     with torch.no_grad():
+        model.readout.unembed.weight.add_(1.0)  # nobody's prefix: what is kept on disk must not depend on it
+    again = model.block_features((inputs, targets), 2)
+    assert all(torch.equal(one, other) for one, other in zip(first, again, strict=True))
+    with torch.no_grad():
         model.layers[1].mlp.down.bias.add_(1.0)  # type: ignore[union-attr, operator]
-    assert not torch.equal(model.block_features((inputs, targets), 2)[0], first[0])
+    assert not torch.equal(model.block_features((inputs, targets), 2)[-1], first[-1])
 
 
 def test_noisy_features_have_no_graph_and_are_a_function_of_their_arguments() -> None:
