@@ -7,6 +7,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from typing import TypeVar
 
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
@@ -15,6 +16,8 @@ from torch import Tensor, nn
 from lightning_blocktrain.edm import log_normal_cdf, log_normal_icdf
 from lightning_blocktrain.errors import explain
 from lightning_blocktrain.protocols import BlockLayout
+
+_T = TypeVar("_T")
 
 
 def divisors(number: int) -> list[int]:
@@ -117,7 +120,7 @@ class Partition:
 
     Args:
         layout: The module's layout with ``num_blocks`` settled.
-        blocks: Per block, its layers; the stem stands before those of block 0.
+        blocks: Per block, its layers; the stem stands before those of block 0, a head behind those of its block.
         block_names: Per block, the names of its parameters and persistent buffers in the module.
         interface_names: The names of every other parameter and persistent buffer.
     """
@@ -148,7 +151,7 @@ def as_layout(declared: BlockLayout | Mapping[str, object]) -> BlockLayout:
             got = f"the fields {[*declared]}" if isinstance(declared, Mapping) else type(declared).__name__
             raise MisconfigurationException(
                 explain(
-                    "configure_blocks must return layers and readout (optional: num_blocks, prefix, stem)",
+                    "configure_blocks must return layers and readout (optional: num_blocks, prefix, stem, heads)",
                     got,
                     'return {"layers": self.layers, "readout": self.readout}',
                 )
@@ -218,11 +221,17 @@ def partition(module: nn.Module, layout: BlockLayout, num_blocks: int | None = N
     blocks: tuple[tuple[nn.Module, ...], ...] = tuple(tuple(layout.layers[s]) for s in slices)
     size = num_layers // chosen
     names, interface = assign_names(module, layout.layers, [idx // size for idx in range(num_layers)])
-    if layout.stem is not None:
-        stem = _stem_names(module, layout, interface)
-        blocks = ((layout.stem, *blocks[0]), *blocks[1:])
-        names = ((*stem, *names[0]), *names[1:])
-        interface = tuple(name for name in interface if name not in stem)
+    if len(layout.heads) not in (0, chosen):
+        got = f"{len(layout.heads)} heads, num_blocks={chosen}"
+        raise MisconfigurationException(
+            explain("configure_blocks: heads must have one entry per block", got, "use None for a block without one")
+        )
+    for block_idx, part in _own_parts(layout):
+        own = _part_names(module, layout, part, interface)
+        before, after = ((part,), ()) if part is layout.stem else ((), (part,))
+        blocks = _with(blocks, block_idx, (*before, *blocks[block_idx], *after))
+        names = _with(names, block_idx, (*own, *names[block_idx]) if before else (*names[block_idx], *own))
+        interface = tuple(name for name in interface if name not in own)
     settled = replace(layout, num_blocks=chosen)
     return Partition(settled, blocks, names, interface)
 
@@ -273,25 +282,38 @@ def _homes(module: nn.Module, layers: nn.ModuleList, home_of_layer: Sequence[int
     return {name: next((home_of_layer[idx] for path, idx in paths if name.startswith(path)), None) for name, _ in named}
 
 
-def _stem_names(module: nn.Module, layout: BlockLayout, interface: Sequence[str]) -> tuple[str, ...]:
-    """Return those names of the interface that belong to the stem.
+def _own_parts(layout: BlockLayout) -> list[tuple[int, nn.Module]]:
+    """Return the stem and the heads, each with its block."""
+    heads = [(block_idx, head) for block_idx, head in enumerate(layout.heads) if head is not None]
+    return [*([] if layout.stem is None else [(0, layout.stem)]), *heads]
+
+
+def _with(items: tuple[_T, ...], idx: int, item: _T) -> tuple[_T, ...]:
+    return (*items[:idx], item, *items[idx + 1 :])
+
+
+def _part_names(module: nn.Module, layout: BlockLayout, part: nn.Module, interface: Sequence[str]) -> tuple[str, ...]:
+    """Return those names of the interface that belong to the stem or to a head.
 
     Raises:
-        MisconfigurationException: If it is no submodule, overlaps with the layers or the readout, or shares a tensor
-            with what is outside.
+        MisconfigurationException: If it is no submodule, overlaps with another part, or shares a tensor with what is
+            outside.
     """
-    assert layout.stem is not None
-    parts = {id(part) for part in layout.stem.modules()}
-    paths = tuple(f"{path}." for path, part in module.named_modules() if part is layout.stem)
-    others = [part for root in (layout.layers, layout.readout) for part in root.modules()]
-    overlap = any(id(part) in parts for part in others)
-    mine = {id(tensor) for tensor in (*layout.stem.parameters(), *layout.stem.buffers())}
+    mine = {id(submodule) for submodule in part.modules()}
+    paths = tuple(f"{path}." for path, submodule in module.named_modules() if submodule is part)
+    others = [layout.layers, *(other for _, other in _own_parts(layout) if other is not part)]
+    if part is layout.stem:
+        others.append(layout.readout)
+    overlap = any(id(submodule) in mine for other in others for submodule in other.modules())
+    twice = sum(other is part for _, other in _own_parts(layout)) > 1
+    tensors = {id(tensor) for tensor in (*part.parameters(), *part.buffers())}
     named = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
-    shared = [name for name, tensor in named if id(tensor) in mine and not name.startswith(paths)] if paths else []
-    if not paths or overlap or shared:
-        rule = "configure_blocks: stem must be a submodule apart from layers and readout, with tensors of its own"
-        got = f"stem={type(layout.stem).__name__}, shared: {', '.join(shared) or 'none'}"
-        raise MisconfigurationException(explain(rule, got, "untie it, or leave stem out: all blocks then train it"))
+    shared = [name for name, tensor in named if id(tensor) in tensors and not name.startswith(paths)] if paths else []
+    if not paths or overlap or twice or shared:
+        kind = "stem" if part is layout.stem else "a head"
+        rule = f"configure_blocks: {kind} must be a submodule apart from layers and readout, with tensors of its own"
+        got = f"{kind}={type(part).__name__}, shared: {', '.join(shared) or 'none'}"
+        raise MisconfigurationException(explain(rule, got, "untie it, or leave it out: all blocks then train it"))
     return tuple(name for name in interface if name.startswith(paths))
 
 

@@ -3,7 +3,7 @@
 Strategies reach a module only through these names; a module needs no import of ours to provide them.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, runtime_checkable
 
@@ -24,6 +24,8 @@ class BlockLayout:
         prefix: Whether a block's loss may run the blocks before it, see ``Prefix``.
         stem: What runs before the first layer, such as the embedding, where only block 0 trains it; it then belongs to
             block 0. For ``blocktrain`` with a frozen prefix; None: it is interface, which all blocks train.
+        heads: Per block, what its loss alone trains beside its layers, such as a readout of its own; None where a block
+            has no such module. The readout may be the last block's.
     """
 
     layers: nn.ModuleList
@@ -31,6 +33,7 @@ class BlockLayout:
     num_blocks: int | None = None
     prefix: Prefix = "none"
     stem: nn.Module | None = None
+    heads: Sequence[nn.Module | None] = ()
 
 
 @runtime_checkable

@@ -195,7 +195,7 @@ def test_as_layout_dataclass_is_passed_on() -> None:
     ("fields", "got"),
     [
         ({"layers": 1}, r"got the fields \['layers'\]"),
-        ({"layers": 1, "readout": 1, "heads": 2}, r"got the fields \['layers', 'readout', 'heads'\]"),
+        ({"layers": 1, "readout": 1, "tails": 2}, r"got the fields \['layers', 'readout', 'tails'\]"),
         ({}, r"got the fields \[\]"),
         ({1: 2}, r"got the fields \[1\]"),
         (None, "got NoneType"),
@@ -432,3 +432,41 @@ def test_partition_stem_with_a_buffer_that_others_hold_too_is_refused() -> None:
     stack.register_buffer("table", stack.embed.table)
     with pytest.raises(MisconfigurationException, match="shared: table"):
         partition(stack, stack.layout(prefix="frozen", stem=stack.embed), 2)
+
+
+# Heads.
+
+
+class Headed(Stack):
+    def __init__(self, num_layers: int) -> None:
+        super().__init__(num_layers)
+        self.exits = nn.ModuleList(nn.Linear(3, 5) for _ in range(num_layers - 1))
+
+
+def test_partition_heads_belong_to_their_blocks() -> None:
+    stack = Headed(3)
+    heads = (stack.exits[0], None, stack.readout)
+    cut = partition(stack, stack.layout(prefix="frozen", stem=stack.embed, heads=heads), 3)
+    assert cut.blocks[0] == (stack.embed, stack.layers[0], stack.exits[0])
+    assert cut.blocks[1:] == ((stack.layers[1],), (stack.layers[2], stack.readout))
+    assert {"exits.0.weight", "exits.0.bias"} < set(cut.block_names[0])
+    assert {n for n, _ in stack.readout.named_parameters(prefix="readout")} < set(cut.block_names[2])
+    assert set(cut.interface_names) == {"exits.1.weight", "exits.1.bias", "mask"}
+    everything = [*cut.interface_names, *(name for names in cut.block_names for name in names)]
+    assert sorted(everything) == sorted(stack.state_dict())
+
+
+@pytest.mark.parametrize(
+    ("heads", "words"),
+    [
+        (lambda s: (s.exits[0],), "heads must have one entry per block; got 1 heads, num_blocks=2"),
+        (lambda s: (s.exits[0], s.exits[0]), "a head must be a submodule apart"),
+        (lambda s: (s.layers[1], None), "a head must be a submodule apart"),
+        (lambda s: (s.embed, None), "stem must be a submodule apart"),
+        (lambda s: (nn.Linear(3, 5), None), "a head must be a submodule apart.*got a head=Linear"),
+    ],
+)
+def test_partition_heads_that_are_not_their_blocks_own_are_refused(heads: Any, words: str) -> None:
+    stack = Headed(2)
+    with pytest.raises(MisconfigurationException, match=words):
+        partition(stack, stack.layout(prefix="frozen", stem=stack.embed, heads=heads(stack)), 2)

@@ -38,9 +38,10 @@ class ByteTransformer(BlockModel):
             ``readout(h_b)``. ``residual``: the same of ``logits_{b-1} + readout(h_b)``, the logits before it frozen.
         p_span: Probability that the inputs of a random suffix of a sequence are made unknown in training, so that
             ``generate`` can decide several bytes per walk; 0: never.
-        exits: What reads out the hidden states before the last layer, where a block or a stage ends: the readout of the
-            whole model (``shared``), its unembedding behind a norm of the exit's own (``norm``), or a readout of the
-            exit's own (``own``).
+        exits: What reads out the hidden states where a block before the last one ends: the readout of the whole model
+            (``shared``), its unembedding behind a norm of the block's own (``norm``), or a readout of the block's own
+            (``own``), so that nothing is shared. The stages of ``rgc`` read out through the exit of the block in which
+            they end.
         lr: Peak learning rate.
         weight_decay: Decay of matrices.
         warmup_steps: Linear warm-up.
@@ -79,12 +80,21 @@ class ByteTransformer(BlockModel):
             rule = f"exits must be {' or '.join(map(repr, get_args(Exits)))}"
             raise ValueError(explain(rule, f"exits={exits!r}", "use 'shared'"))
         kind = {"norm": ExitNorm, "own": OwnExit}.get(exits)
-        self.exits = None if kind is None else nn.ModuleList(kind(width) for _ in range(num_layers - 1))
+        self.exits = None if kind is None else nn.ModuleList(kind(width) for _ in range(num_blocks - 1))
         init_weights(self, num_layers)
 
     def configure_blocks(self) -> BlockLayout:
         """Return the layout: block b reads the frozen features of the blocks before it."""
-        return BlockLayout(self.layers, self.readout, num_blocks=self.num_blocks, prefix="frozen", stem=self.embed)
+        heads: tuple[nn.Module | None, ...] = ()
+        if self.exits is not None:
+            heads = (*self.exits, self.readout if self.hparams["exits"] == "own" else None)
+        return BlockLayout(self.layers, self.readout, self.num_blocks, prefix="frozen", stem=self.embed, heads=heads)
+
+    @override
+    def architecture(self) -> dict[str, Any]:
+        """Return the hyper-parameters in which a checkpoint must agree; with exits of their own, the blocks too."""
+        own = {} if self.exits is None else {"num_blocks": self.num_blocks}
+        return super().architecture() | own
 
     @override
     def start(self, inputs: Tensor, noise: Tensor | None = None) -> State:
@@ -109,10 +119,9 @@ class ByteTransformer(BlockModel):
 
     def exit_at(self, block_idx: int) -> nn.Module | None:
         """Return the private exit of a block; None where it goes through the readout as it is."""
-        last_layer = self.block_slices[block_idx].stop - 1
-        if self.exits is None or last_layer == len(self.exits):
+        if self.exits is None or block_idx == len(self.exits):
             return None
-        own: nn.Module = self.exits[last_layer]
+        own: nn.Module = self.exits[block_idx]
         return own
 
     @override
@@ -184,8 +193,11 @@ class ByteTransformer(BlockModel):
         return self.start(batch[0])[0]
 
     def stage_exits(self) -> nn.ModuleList | None:
-        """Return what stages that end before the last layer read out through, one per layer but the last."""
-        return self.exits
+        """Return what stages read out through, one entry per layer but the last: the exit of the layer's block."""
+        if not self.exits:
+            return None
+        size, last = len(self.layers) // self.num_blocks, len(self.exits) - 1
+        return nn.ModuleList(self.exits[min(layer // size, last)] for layer in range(len(self.layers) - 1))
 
     def stage_loss(self, logits: Tensor, batch: Batch) -> Tensor:
         """Return the next-byte cross entropy of ``logits`` (B, T, V) at any stage, in nats."""

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from lightning_blocktrain.models import ByteTransformer
 from lightning_blocktrain.models.loading import load_model, save_model
+from lightning_blocktrain.partition import partition
 from tests.models.cases import CAUSAL, NOISY, SMALL, D, T, causal, lively, noisy, random_batch
 
 TWO_LAYERS_EACH: dict[str, Any] = {"num_layers": 6}
@@ -162,16 +163,16 @@ def private(objective: str = "features", **options: Any) -> ByteTransformer:
 @pytest.mark.parametrize("objective", ["features", "residual"])
 def test_private_norm_is_used_at_its_exit_and_nowhere_else(objective: str) -> None:
     model, (inputs, _) = private(objective=objective, **TWO_LAYERS_EACH), random_batch()
-    assert model.exits is not None and len(model.exits) == 5
+    assert model.exits is not None and len(model.exits) == 2
     before = list(model.walk(inputs))
-    model.exits[3].norm.weight.mul_(2)  # behind layer 3, where block 1 ends
+    model.exits[1].norm.weight.mul_(2)  # where block 1 ends
     after = list(model.walk(inputs))
     changed = [not torch.equal(one, other) for one, other in zip(before, after, strict=True)]
     assert changed == [False, True, objective == "residual"]
     hidden = model.embed(inputs)
     for layer in model.layers[:4]:
         hidden = layer(hidden)
-    own = torch.nn.functional.layer_norm(hidden, (D,), model.exits[3].norm.weight) @ model.readout.unembed.weight.T
+    own = torch.nn.functional.layer_norm(hidden, (D,), model.exits[1].norm.weight) @ model.readout.unembed.weight.T
     if objective == "features":
         torch.testing.assert_close(after[1], own)
 
@@ -179,8 +180,8 @@ def test_private_norm_is_used_at_its_exit_and_nowhere_else(objective: str) -> No
 def test_private_exit_becomes_the_readout_of_the_smaller_model() -> None:
     model, batch = private(**TWO_LAYERS_EACH), random_batch()
     smaller = model.at_exit(2)
-    assert smaller.exits is not None and len(smaller.exits) == 3
-    assert torch.equal(smaller.readout.norm.weight, model.exits[3].norm.weight)  # type: ignore[index]
+    assert smaller.exits is not None and len(smaller.exits) == 1
+    assert torch.equal(smaller.readout.norm.weight, model.exits[1].norm.weight)  # type: ignore[index]
     assert torch.equal(smaller.exit_nats(batch, 0), model.exit_nats(batch, 0)[:2])
 
 
@@ -206,6 +207,35 @@ def test_own_exits_share_nothing_and_become_the_readout_of_the_smaller_model() -
     smaller = model.at_exit(2)
     assert torch.equal(smaller.readout.unembed.weight, model.exits[1].unembed.weight)
     assert torch.equal(smaller.exit_nats(batch, 0), model.exit_nats(batch, 0)[:2])
+
+
+@pytest.mark.parametrize(("exits", "own_heads"), [("shared", 0), ("norm", 2), ("own", 3)])
+def test_layout_gives_every_block_the_exit_that_it_alone_trains(exits: str, own_heads: int) -> None:
+    model = causal("features", exits=exits)
+    cut = partition(model, model.configure_blocks())
+    heads = [[n for n in names if n.startswith(("exits", "readout"))] for names in cut.block_names]
+    assert [bool(names) for names in heads] == [own_heads > block_idx for block_idx in range(3)]
+    assert (
+        cut.interface_names
+        == {
+            "shared": ("readout.norm.weight", "readout.norm.bias", "readout.unembed.weight"),
+            "norm": ("readout.norm.weight", "readout.norm.bias", "readout.unembed.weight"),
+            "own": (),
+        }[exits]
+    )
+
+
+def test_stages_read_out_through_the_exit_of_the_block_in_which_they_end() -> None:
+    model = causal("features", exits="own", num_layers=6)
+    exits = model.stage_exits()
+    assert exits is not None and model.exits is not None
+    assert [list(model.exits).index(own) for own in exits] == [0, 0, 1, 1, 1]
+    assert causal("features", exits="own", num_blocks=1).stage_exits() is None
+
+
+def test_blocks_with_exits_of_their_own_are_part_of_the_architecture() -> None:
+    shared, own = causal("features"), causal("features", exits="own")
+    assert "num_blocks" not in shared.architecture() and own.architecture()["num_blocks"] == 3
 
 
 def test_unknown_exits_are_named() -> None:

@@ -200,7 +200,7 @@ def test_block_features_are_the_blocks_before_by_hand_without_graph(objective: s
         for layer in model.layers[2 * block_idx : 2 * block_idx + 2]:
             hidden = layer(hidden)
         after.append(hidden)
-        own = model.readout if model.exits is None or block_idx == 2 else model.exits[2 * block_idx + 1]
+        own = model.readout if model.exits is None or block_idx == 2 else model.exits[block_idx]
         logits = logits + own(hidden)
 
 
