@@ -65,6 +65,7 @@ SIZES = {
         batch_size=16,
         lr=8e-3,
         warmup_steps=50,
+        clip=10.0,
         test_windows=256,
         num_threads=1,
     ),
@@ -118,13 +119,15 @@ ARMS: dict[str, Arm] = {
         "features and z, sigma .3 to 10", "denoise_features", p_span=0.0, sigma_min=0.3
     ),
     "mse": blocks("regression of the embedding", "mse", p_span=0.0),
-    "features p_span=.5": blocks("features, half with unknown bytes", "features", p_span=0.5),
-    "features every 4": blocks("features, prefix every 4 rounds", "features", {"prefix_every": 4}),
-    "features every 16": blocks("features, prefix every 16 rounds", "features", {"prefix_every": 16}),
-    "features int8": blocks("features, prefix in int8", "features", {"prefix_codec": "int8"}),
-    "features 2 replicas": blocks("features, 2 replicas", "features", {"replicas": 2}),
-    "features mild": blocks("features, 2 replicas, mild", "features", {"replicas": 2, "network": "mild"}),
-    "features wan": blocks("features, 2 replicas, wan", "features", {"replicas": 2, "network": "wan"}),
+    "features own p_span=.5": blocks("features, half with unknown bytes", "features", exits="own", p_span=0.5),
+    "features own every 4": blocks("features, prefix every 4 rounds", "features", {"prefix_every": 4}, exits="own"),
+    "features own every 16": blocks("features, prefix every 16 rounds", "features", {"prefix_every": 16}, exits="own"),
+    "features own int8": blocks("features, prefix in int8", "features", {"prefix_codec": "int8"}, exits="own"),
+    "features own 2 replicas": blocks("features, 2 replicas", "features", {"replicas": 2}, exits="own"),
+    "features own mild": blocks(
+        "features, 2 replicas, mild", "features", {"replicas": 2, "network": "mild"}, exits="own"
+    ),
+    "features own wan": blocks("features, 2 replicas, wan", "features", {"replicas": 2, "network": "wan"}, exits="own"),
 }
 """Every arm by name; ``NAME@flops`` is the arm at equal FLOPs."""
 

@@ -95,13 +95,13 @@ def run(name: str, shape: Shape, data: ByteDataModule, seed: int) -> dict[str, A
     trainer.fit(module, datamodule=data)
     data.setup("fit")
     subset = spaced_batches(data.val_dataloader().dataset, shape.test_windows, 16)
-    nats, num_bytes = mean_exit_nats(module.eval(), [subset[idx] for idx in range(len(subset))])
+    exits, num_bytes = mean_exit_nats(module.eval(), [subset[idx] for idx in range(len(subset))])
     totals = monitor.summary()
     return {
         "arm": name,
         "seed": seed,
         "shape": asdict(shape),
-        "nats_per_byte": nats,
+        "nats_per_byte": exits[-1],
         "bytes_evaluated": num_bytes,
         "virtual_s": last.virtual_s,
         "corpus_sha256": data.corpus_info.sha256,

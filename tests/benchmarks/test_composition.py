@@ -82,8 +82,8 @@ def test_verdicts_judge_every_target_by_its_number() -> None:
     seeds = range(3)
     rows = [row("causal_full", s, 1.80) for s in seeds] + [row("causal_block", s, 1.90 + 0.001 * s) for s in seeds]
     rows += [row("features", s, 1.815) for s in seeds] + [row("residual", s, 1.83) for s in seeds]
-    rows += [row("features 2 replicas", s, 1.9) for s in seeds] + [row("features mild", s, 1.91) for s in seeds]
-    rows += [row("features wan", s, 2.05) for s in seeds]
+    rows += [row("features own 2 replicas", s, 1.9) for s in seeds] + [row("features own mild", s, 1.91) for s in seeds]
+    rows += [row("features own wan", s, 2.05) for s in seeds]
     said = "\n".join(verdicts(rows))
     assert "This size counts: causal L is 0.101 nats better" in said
     assert "features: +0.015 nats to causal L (at most 0.02 asked), 0.85 of the way (0.6 asked): met." in said
