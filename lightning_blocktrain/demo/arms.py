@@ -65,7 +65,7 @@ def byte_transformer(recipe: Recipe) -> Arm:
     return Arm(
         "byte_transformer",
         "ByteTransformer, blocktrain",
-        lambda: causal_module(recipe, recipe.num_layers, recipe.num_blocks),
+        lambda: causal_module(recipe, recipe.num_layers, num_blocks=recipe.num_blocks, exits="own"),
         lambda: block_strategy(recipe),
     )
 
@@ -82,7 +82,7 @@ def causal_block(recipe: Recipe) -> Arm:
     return Arm("causal_block", title, lambda: causal_module(recipe, recipe.layers_per_block))
 
 
-ARMS: tuple[Callable[[Recipe], Arm], ...] = (diffusion_blocks, byte_transformer, causal_full, causal_block)
+ARMS: tuple[Callable[[Recipe], Arm], ...] = (byte_transformer, diffusion_blocks, causal_full, causal_block)
 """The runs of the demo: two block-trained models, then their two controls."""
 
 
@@ -91,9 +91,9 @@ def denoising_module(recipe: Recipe, changes: Mapping[str, Any]) -> DiffusionBlo
     return DiffusionBlocks(recipe.num_layers, recipe.num_blocks, **{**common_arguments(recipe), **changes})
 
 
-def causal_module(recipe: Recipe, num_layers: int, num_blocks: int | None = None) -> ByteTransformer:
-    """Return an untrained causal Transformer of the recipe's shape and another depth."""
-    return ByteTransformer(num_layers, num_blocks=num_blocks, **common_arguments(recipe))
+def causal_module(recipe: Recipe, num_layers: int, **options: Any) -> ByteTransformer:
+    """Return an untrained causal Transformer of the recipe's shape and another depth, with more options."""
+    return ByteTransformer(num_layers, **common_arguments(recipe), **options)
 
 
 def common_arguments(recipe: Recipe) -> dict[str, Any]:
