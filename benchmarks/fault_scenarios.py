@@ -255,7 +255,7 @@ DEAD = Expected(
     time_check=closes_by_the_deadline,
 )
 # An update that was stored when the coordinator died is sent again, and counts once.
-RESTARTED = Expected(equal=True, tolerated=("duplicate",), check=resumes, time_check=resumes_soon)
+RESTARTED = Expected(equal=True, tolerated=frozenset({"duplicate"}), check=resumes, time_check=resumes_soon)
 THREE = Shape(replicas=3, step_s=0.25, deadline_s=2.5, silent_after_s=1.5)
 ALL = (
     Scenario("none", undisturbed, Expected(equal=True)),
