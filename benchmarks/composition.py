@@ -109,6 +109,7 @@ ARMS: dict[str, Arm] = {
     "residual own": blocks("residual logits, a readout per exit", "residual", exits="own"),
     "residual": blocks("residual logits", "residual"),
     "denoise": blocks("denoise (the paper's)", "denoise"),
+    "denoise sigma .1 to 2": blocks("denoise, the leak", "denoise", sigma_min=0.1, sigma_max=2.0),
     "denoise p_span=0": blocks("denoise, no unknown bytes", "denoise", p_span=0.0),
     "denoise p_drop_z=.5": blocks("denoise, z dropped half the time", "denoise", p_span=0.0, p_drop_z=0.5),
     "denoise_features": blocks("features and z", "denoise_features", p_span=0.0),

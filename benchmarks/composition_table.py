@@ -72,7 +72,7 @@ def tables(rows: Sequence[Row], recipe: Recipe, markdown: bool = False) -> Itera
         f"{recipe.tokens_per_block:,} tokens per block or control, L={recipe.num_layers}, B={recipe.num_blocks}, "
         f"d={recipe.width}, T={recipe.window_bytes}: nats per byte, means over seeds +- half the 95 % t-interval"
     )
-    names = list(dict.fromkeys(row["arm"] for row in rows))
+    names = sorted(dict.fromkeys(row["arm"] for row in rows), key=lambda name: not name.startswith("causal"))
     for heading, columns, cells in (
         (title, MAIN_COLUMNS, main_cells),
         ("sweeps of the objectives with noise", SWEEP_COLUMNS, sweep_cells),
@@ -166,7 +166,7 @@ def verdicts(rows: Sequence[Row]) -> Iterator[str]:
     counts = statistics.mean(gains) >= COUNTS
     yield (
         f"This size {'counts' if counts else 'does not count'}: causal L is {statistics.mean(gains):.3f} nats better "
-        f"than causal L_b ({COUNTS} asked, {len(gains)} seeds)."
+        f"than causal L_b ({COUNTS} asked, seeds: {len(gains)})."
     )
     for name in dict.fromkeys(row["arm"] for row in rows):
         mine = by_seed(rows, name)
