@@ -30,6 +30,7 @@ from lightning_blocktrain.errors import CheckpointMismatchError, TransportError
 from lightning_blocktrain.rounds import Verdict
 from lightning_blocktrain.transport.base import Sender, WorkerFacts
 from lightning_blocktrain.transport.http import HttpTransport
+from lightning_blocktrain.transport.versions import PROTOCOL
 from tests.transport.lines import RUN, TOKEN, Clock, make_masters, make_terms, moved, served, submission
 
 HOSTILE = "evil\x1b[2Jhost [red]markup[/red]"
@@ -119,7 +120,7 @@ def test_status_json_is_what_the_coordinator_answers(
         assert main(["status", "--json"]) == 0
     [line] = capsys.readouterr().out.splitlines()
     status = json.loads(line)
-    assert (status["run_id"], status["entries"]["block0"]["version"], status["protocol"]) == (RUN, 1, 1)
+    assert (status["run_id"], status["entries"]["block0"]["version"], status["protocol"]) == (RUN, 1, PROTOCOL)
 
 
 def test_status_of_several_coordinators_is_that_of_their_run(capsys: pytest.CaptureFixture[str]) -> None:

@@ -41,6 +41,10 @@ def test_three_processes_take_part_in_every_round(tmp_path: Path) -> None:
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
     accepted = {"block0": "0", "block1": "1", "block2": "2", "interface": "0, 1, 2"}
-    assert rounds_in(done.stdout) == [(idx, entry, accepted[entry]) for idx in "01" for entry in ENTRIES]
+    rows = rounds_in(done.stdout)
+    assert rows and all(workers == accepted[entry] for _, entry, workers in rows)
+    # Rank 0 looks when its own round has closed; a block that is ahead by then shows its newest round.
+    assert [idx for idx, entry, _ in rows if entry == "block0"] == ["0", "1"]
+    assert {entry for idx, entry, _ in rows if idx == "1"} == set(ENTRIES)
     assert 6 < bits_in(done.stdout) < 8.5
     assert list(tmp_path.glob("blocktrain-*")) == []  # the coordinator's state
