@@ -20,7 +20,7 @@ def result_of(folder: Path, *options: str) -> dict[str, Any]:
     return dict(told)
 
 
-@pytest.mark.parametrize(("prefix_every", "prefix_codec"), [(1, "bf16"), (3, "bf16"), (3, "int8")])
+@pytest.mark.parametrize(("prefix_every", "prefix_codec"), [(1, "int8"), (3, "bf16")])
 def test_processes_on_frozen_prefixes_equal_the_simulator(tmp_path: Path, prefix_every: int, prefix_codec: str) -> None:
     options = [f"--prefix-every={prefix_every}", f"--prefix-codec={prefix_codec}"]
     simulated = result_of(tmp_path / "simulated", *options)
