@@ -38,22 +38,12 @@ from lightning_blocktrain.demo.arms import (
     spaced_batches,
 )
 from lightning_blocktrain.demo.arms import Arm as DemoArm
-from lightning_blocktrain.demo.recipe import Recipe
+from lightning_blocktrain.demo.recipe import BUDGETS, Recipe
 from lightning_blocktrain.models.loading import Model
 
 SIZES = {
-    "tiny": Recipe(
-        steps=4,
-        num_layers=4,
-        num_blocks=2,
-        width=16,
-        num_heads=2,
-        window_bytes=32,
-        batch_size=4,
-        sync_every=2,
-        warmup_steps=1,
-        test_windows=8,
-        num_threads=1,
+    "tiny": replace(
+        BUDGETS["tiny"], steps=4, num_layers=4, num_blocks=2, width=16, batch_size=4, sync_every=2, warmup_steps=1
     ),
     "deep": Recipe(
         steps=1000,
@@ -71,6 +61,8 @@ SIZES = {
     ),
 }
 FLOPS = "@flops"
+SWEEP_EVERY = 4
+"""Of so many batches one is swept with many draws, which costs as much as evaluating it fifty times."""
 
 
 @dataclass(frozen=True)
@@ -200,15 +192,13 @@ def token_counts(strategy: Strategy, recipe: Recipe) -> dict[str, Any]:
 
 
 def evaluate(module: Model, dataset: Any, recipe: Recipe, seed: int) -> dict[str, Any]:
-    """Return nats per byte at every exit (one sweep, where there are sweeps), and all sweep quantities."""
+    """Return nats per byte at every exit (one sweep, where there are sweeps), and the sweep quantities of a part."""
     subset = spaced_batches(dataset, recipe.test_windows, recipe.batch_size)
     batches = [subset[idx] for idx in range(len(subset))]
     exits, num_bytes = mean_exit_nats(module.eval(), batches)
     result: dict[str, Any] = {"exits": exits, "num_bytes": num_bytes}
     if isinstance(module, DiffusionBlocks):
-        result["sweep"] = asdict(
-            evaluate_sweep(module, batches[: max(1, len(batches) // 4)], num_draws=NUM_DRAWS, seed=seed)
-        )
+        result["sweep"] = asdict(evaluate_sweep(module, batches[::SWEEP_EVERY], num_draws=NUM_DRAWS, seed=seed))
     return result
 
 

@@ -37,7 +37,8 @@ from benchmarks.warm_fleet import ChildPipe
 from lightning_blocktrain.partition import Partition, as_layout
 from lightning_blocktrain.partition import partition as cut
 from lightning_blocktrain.rounds import INTERFACE, OuterSGD, Receipt, RoundRules
-from lightning_blocktrain.strategies.simulated_run import RunSettings, SimulatedRun
+from lightning_blocktrain.strategies.run_settings import RunSettings
+from lightning_blocktrain.strategies.simulated_run import SimulatedRun
 from lightning_blocktrain.strategies.worker_run import WorkerRun, masters_of
 from lightning_blocktrain.transport.base import Submission, WorkerFacts
 from lightning_blocktrain.transport.http import HttpTransport

@@ -188,6 +188,15 @@ def as_layout(declared: BlockLayout | Mapping[str, object]) -> BlockLayout:
                 "declare prefix='frozen', or leave stem out: it is then trained by all blocks",
             )
         )
+    heads = layout.heads
+    if isinstance(heads, nn.Module) or not all(head is None or isinstance(head, nn.Module) for head in heads):
+        raise MisconfigurationException(
+            explain(
+                "configure_blocks: heads must be a sequence of torch.nn.Module or None, one per block",
+                f"heads={type(heads).__name__}",
+                "use (None, self.head)",
+            )
+        )
     return layout
 
 

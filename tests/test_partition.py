@@ -470,3 +470,10 @@ def test_partition_heads_that_are_not_their_blocks_own_are_refused(heads: Any, w
     stack = Headed(2)
     with pytest.raises(MisconfigurationException, match=words):
         partition(stack, stack.layout(prefix="frozen", stem=stack.embed, heads=heads(stack)), 2)
+
+
+@pytest.mark.parametrize("heads", [(1, None), nn.ModuleList([nn.Linear(3, 5)])])
+def test_as_layout_heads_must_be_modules_or_none(heads: Any) -> None:
+    stack = Headed(2)
+    with pytest.raises(MisconfigurationException, match=r"heads must be a sequence of torch\.nn\.Module or None"):
+        as_layout({"layers": stack.layers, "readout": stack.readout, "heads": heads})

@@ -23,8 +23,8 @@ class ByteTransformer(BlockModel):
     """Pre-norm causal Transformer over bytes with rotary positions and an untied readout.
 
     Under Lightning's own strategies it learns by backpropagation through all layers. Under ``blocktrain`` block b
-    learns next-byte prediction through the shared readout from what the blocks before it make of the text; they are
-    frozen: they run forward only, in the version that was fetched last. Block 0 owns the embedding. So no gradient
+    learns next-byte prediction through a readout (see ``exits``) from what the blocks before it make of the text; they
+    are frozen: they run forward only, in the version that was fetched last. Block 0 owns the embedding. So no gradient
     crosses a block, and yet every block builds on those before it. Under ``rgc`` the stages of a pipeline learn at
     once, each from its own next-byte loss.
 

@@ -22,12 +22,10 @@ from typing_extensions import override
 from lightning_blocktrain.edm import coefficients, euler_step, sample_sigma, weight
 from lightning_blocktrain.errors import explain
 from lightning_blocktrain.models.base import Batch, ByteModule
-from lightning_blocktrain.models.block_model import UNKNOWN, BlockModel, Caches, State, hide_suffix
+from lightning_blocktrain.models.block_model import BlockModel, Caches, State
 from lightning_blocktrain.models.transformer import VOCABULARY, LayerKind, Readout, init_weights
 from lightning_blocktrain.partition import block_sigma_edges, sweep_sigmas, widened_band
 from lightning_blocktrain.protocols import BlockLayout
-
-__all__ = ["UNKNOWN", "DiffusionBlocks", "hide_suffix"]
 
 NoisyObjective = Literal["denoise", "denoise_features", "mse"]
 

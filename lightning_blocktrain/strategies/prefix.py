@@ -37,8 +37,8 @@ class PrefixWork:
     """What frozen layers have cost.
 
     Args:
-        layer_tokens: Target tokens of the batches, once for every call of a frozen layer; the stem is none.
-        seconds: In frozen layers and the stem, decoding included; on an accelerator, until their work is queued.
+        layer_tokens: Target tokens of the batches, once for every call of a frozen layer; stem and heads are none.
+        seconds: In frozen layers, stem and heads, decoding included; on an accelerator, until their work is queued.
         num_hits: Batches of which no frozen layer had to run, since their features were on disk.
     """
 
@@ -100,7 +100,7 @@ class FrozenPrefix:
         self._handles: list[Any] = []
         for block_idx, layers in enumerate(partition.blocks[:num_blocks]):
             for layer in layers:
-                self._watch(layer, block_idx, layer is not partition.layout.stem)
+                self._watch(layer, block_idx, any(layer is known for known in partition.layout.layers))
 
     def _watch(self, layer: nn.Module, block_idx: int, counts: bool) -> None:
         names = {id(tensor): name for name, tensor in self._blocks[block_idx].items()}

@@ -19,8 +19,6 @@ from lightning_blocktrain.strategies.run_settings import RunSettings
 from lightning_blocktrain.strategies.tally import Tally
 from lightning_blocktrain.strategies.workers import SimulatedWorkers, Worker, buffer_names, fp32, process_streams
 
-__all__ = ["RunSettings", "SimulatedRun"]
-
 
 class SimulatedRun:
     """Workers, coordinator and counters of one fit.

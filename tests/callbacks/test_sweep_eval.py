@@ -15,7 +15,8 @@ from torch.utils.data import DataLoader
 from lightning_blocktrain.callbacks import SweepEvaluation, evaluate_sweep, sweep_eval
 from lightning_blocktrain.callbacks.sweep_eval import mixture_nats
 from lightning_blocktrain.models import ByteTransformer, DiffusionBlocks
-from lightning_blocktrain.models.diffusion_blocks import UNKNOWN, NoisyObjective
+from lightning_blocktrain.models.block_model import UNKNOWN
+from lightning_blocktrain.models.diffusion_blocks import NoisyObjective
 
 UNIFORM = math.log(256)
 Batch = tuple[Tensor, Tensor]

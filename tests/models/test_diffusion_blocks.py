@@ -7,9 +7,8 @@ from torch import Tensor
 
 from lightning_blocktrain.edm import SIGMA_DATA, weight
 from lightning_blocktrain.models import DiffusionBlocks
+from lightning_blocktrain.models.block_model import UNKNOWN, hide_suffix
 from lightning_blocktrain.models.diffusion_blocks import (
-    UNKNOWN,
-    hide_suffix,
     sequence_cross_entropy,
     weighted_loss,
 )

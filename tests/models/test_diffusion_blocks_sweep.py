@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from lightning_blocktrain.models import DiffusionBlocks
-from lightning_blocktrain.models.diffusion_blocks import UNKNOWN
+from lightning_blocktrain.models.block_model import UNKNOWN
 
 B, T, D, V = 3, 8, 16, 256
 SMALL: dict[str, Any] = {"num_layers": 3, "num_blocks": 3, "width": D, "num_heads": 2, "window_bytes": T}

@@ -14,7 +14,8 @@ from torch import Tensor
 from lightning_blocktrain import BlockTrainStrategy
 from lightning_blocktrain.edm import sample_sigma, weight
 from lightning_blocktrain.models import ByteTransformer, DiffusionBlocks, diffusion_blocks
-from lightning_blocktrain.models.diffusion_blocks import P_MEAN, P_STD, UNKNOWN
+from lightning_blocktrain.models.block_model import UNKNOWN
+from lightning_blocktrain.models.diffusion_blocks import P_MEAN, P_STD
 from lightning_blocktrain.models.loading import Model
 from lightning_blocktrain.partition import partition
 from tests.models.cases import CAUSAL, NOISY, READS_PREFIX, T, causal, lively, noisy, random_batch
@@ -382,3 +383,30 @@ def test_fit_by_blocks_learns_at_every_exit(case: tuple[str, str], make_trainer:
     first, last = model.eval().exit_nats(batch, 0).mean((1, 2)).tolist()
     # The frequencies of the bytes alone cost 2.51 nats: below that, the context is used.
     assert first < 2.4 and last < 2.4
+
+
+@pytest.mark.parametrize("objective", ["features", "residual"])
+def test_fit_by_blocks_with_own_exits_a_block_is_what_it_is_without_the_others(
+    objective: str, make_trainer: Any, tiny_data: Any
+) -> None:
+    class Scaled(ByteTransformer):
+        scale = 1.0
+
+        def block_training_step(self, batch: Any, batch_idx: int, block_idx: int) -> Tensor:
+            return super().block_training_step(batch, batch_idx, block_idx) * (self.scale if block_idx else 1.0)
+
+    weights, strategies = [], []
+    for scale in (1.0, 0.01):
+        torch.manual_seed(0)
+        model = Scaled(4, 16, 2, 16, num_blocks=2, objective=objective, exits="own")  # type: ignore[arg-type]
+        model.scale = scale
+        strategies.append(BlockTrainStrategy(sync_every=2))
+        make_trainer(strategy=strategies[-1], max_steps=6, limit_val_batches=0, gradient_clip_val=1.0).fit(
+            model, tiny_data
+        )
+        weights.append(model.state_dict())
+    same = {name for name, tensor in weights[0].items() if torch.equal(tensor, weights[1][name])}
+    assert same == {name for name in weights[0] if name.startswith(("embed", "layers.0", "layers.1", "exits.0"))}
+    # Block 1 runs two frozen layers; the exit before it, which sums of logits run as well, is no layer.
+    num_tokens = strategies[0].worker_tokens // 2
+    assert strategies[0].prefix_tokens == 2 * num_tokens

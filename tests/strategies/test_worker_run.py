@@ -17,7 +17,8 @@ from lightning_blocktrain.rounds.codecs import Codec
 from lightning_blocktrain.rounds.history import ARRIVAL_MIN_HISTORY
 from lightning_blocktrain.strategies import worker_run
 from lightning_blocktrain.strategies.block_guard import declared_layout
-from lightning_blocktrain.strategies.simulated_run import RunSettings, SimulatedRun
+from lightning_blocktrain.strategies.run_settings import RunSettings
+from lightning_blocktrain.strategies.simulated_run import SimulatedRun
 from lightning_blocktrain.strategies.worker_run import WorkerRun, masters_of
 from lightning_blocktrain.transport import RunTerms, WorkerFacts
 from lightning_blocktrain.transport.http import HttpTransport
