@@ -50,7 +50,7 @@ SIZES = {
         num_layers=4,
         num_blocks=4,
         width=64,
-        num_heads=2,
+        num_heads=4,
         window_bytes=256,
         batch_size=16,
         lr=8e-3,
@@ -61,6 +61,8 @@ SIZES = {
     ),
 }
 FLOPS = "@flops"
+AHEAD: dict[str, Any] = {"objective": "features", "exits": "own", "lookahead": 1}
+"""The model of the arms that vary the protocol."""
 SWEEP_EVERY = 4
 """Of so many batches one is swept with many draws, which costs as much as evaluating it fifty times."""
 
@@ -112,15 +114,17 @@ ARMS: dict[str, Arm] = {
         "features and z, sigma .3 to 10", "denoise_features", p_span=0.0, sigma_min=0.3
     ),
     "mse": blocks("regression of the embedding", "mse", p_span=0.0),
-    "features own p_span=.5": blocks("features, half with unknown bytes", "features", exits="own", p_span=0.5),
-    "features own every 4": blocks("features, prefix every 4 rounds", "features", {"prefix_every": 4}, exits="own"),
-    "features own every 16": blocks("features, prefix every 16 rounds", "features", {"prefix_every": 16}, exits="own"),
-    "features own int8": blocks("features, prefix in int8", "features", {"prefix_codec": "int8"}, exits="own"),
-    "features own 2 replicas": blocks("features, 2 replicas", "features", {"replicas": 2}, exits="own"),
-    "features own mild": blocks(
-        "features, 2 replicas, mild", "features", {"replicas": 2, "network": "mild"}, exits="own"
-    ),
-    "features own wan": blocks("features, 2 replicas, wan", "features", {"replicas": 2, "network": "wan"}, exits="own"),
+    "ahead": blocks("lookahead", **AHEAD),
+    "ahead shared": blocks("lookahead, the readout shared", **AHEAD | {"exits": "shared"}),
+    "ahead residual": blocks("lookahead, residual logits", **AHEAD | {"objective": "residual"}),
+    "ahead 2": blocks("lookahead over two blocks", **AHEAD | {"lookahead": 2}),
+    "ahead p_span=.5": blocks("lookahead, half with unknown bytes", **AHEAD, p_span=0.5),
+    "ahead every 4": blocks("lookahead, frozen blocks every 4 rounds", strategy={"prefix_every": 4}, **AHEAD),
+    "ahead every 16": blocks("lookahead, frozen blocks every 16 rounds", strategy={"prefix_every": 16}, **AHEAD),
+    "ahead int8": blocks("lookahead, frozen blocks in int8", strategy={"prefix_codec": "int8"}, **AHEAD),
+    "ahead 2 replicas": blocks("lookahead, 2 replicas", strategy={"replicas": 2}, **AHEAD),
+    "ahead mild": blocks("lookahead, 2 replicas, mild", strategy={"replicas": 2, "network": "mild"}, **AHEAD),
+    "ahead wan": blocks("lookahead, 2 replicas, wan", strategy={"replicas": 2, "network": "wan"}, **AHEAD),
 }
 """Every arm by name; ``NAME@flops`` is the arm at equal FLOPs."""
 
@@ -130,10 +134,17 @@ def recipe_of(name: str, recipe: Recipe) -> Recipe:
     arm = ARMS[name.removesuffix(FLOPS)]
     replicas = (arm.strategy or {}).get("replicas", recipe.replicas)
     if name.endswith(FLOPS):
-        share = training_flops(recipe, "causal_full") / training_flops(recipe, arm.model.get("objective", name))
+        share = training_flops(recipe, "causal_full") / flops_of(name, recipe)
         rounds = max(1, round(recipe.steps * share / recipe.sync_every / replicas))
         recipe = replace(recipe, steps=rounds * recipe.sync_every * replicas)
     return replace(recipe, replicas=replicas)
+
+
+def flops_of(name: str, recipe: Recipe) -> int:
+    """Return the FLOPs of an arm's training with a recipe."""
+    name = name.removesuffix(FLOPS)
+    model = ARMS[name].model
+    return training_flops(recipe, model.get("objective", name), model.get("lookahead", 0))
 
 
 def make_module(arm: Arm, recipe: Recipe) -> Model:
@@ -175,7 +186,7 @@ def run(name: str, recipe: Recipe, data: ByteDataModule, seed: int) -> dict[str,
         "steps": trainer.global_step,
         "hyper_parameters": dict(module.hparams),
         **token_counts(trainer.strategy, own),
-        "training_flops": training_flops(own, arm.model.get("objective", name)),
+        "training_flops": flops_of(name, own),
         "corpus_sha256": data.corpus_info.sha256,
         "threads": torch.get_num_threads(),
         "train_s": round(train_s, 1),

@@ -11,6 +11,8 @@ TRAINED = 3
 """Forward passes that a trained part costs: its own, and one each for the gradients of inputs and of weights."""
 FROZEN = 1
 """Forward passes that a frozen part costs."""
+AHEAD = 2
+"""Forward passes that a frozen part costs through which gradient passes: its own, and one for that of its inputs."""
 
 
 def layer_flops(recipe: Recipe) -> int:
@@ -24,21 +26,26 @@ def readout_flops(recipe: Recipe) -> int:
     return 2 * recipe.width * VOCABULARY
 
 
-def training_flops(recipe: Recipe, kind: str) -> int:
+def training_flops(recipe: Recipe, kind: str, lookahead: int = 0) -> int:
     """Return the FLOPs of a whole training, all blocks together.
 
     Args:
         recipe: Shape, tokens per block and number of blocks.
         kind: ``causal_full``, ``causal_block``, or an objective of block-local training.
+        lookahead: Blocks after its own through which a block's loss is read, beside its own exit's.
     """
     layer, readout, L, B = layer_flops(recipe), readout_flops(recipe), recipe.num_layers, recipe.num_blocks
     noise = 2 * recipe.width * recipe.width
     prefix_layers = L * (B - 1) // 2  # summed over blocks: block b runs the b * L_b layers before it
+    later = [min(lookahead, B - 1 - block_idx) for block_idx in range(B)]  # blocks after each
+    ahead = AHEAD * (sum(later) * recipe.layers_per_block * layer + sum(map(bool, later)) * readout)
     per_token = {
         "causal_full": TRAINED * (L * layer + readout),
         "causal_block": TRAINED * (recipe.layers_per_block * layer + readout),
-        "features": TRAINED * (L * layer + B * readout) + FROZEN * prefix_layers * layer,
-        "residual": TRAINED * (L * layer + B * readout) + FROZEN * (prefix_layers * layer + B * (B - 1) // 2 * readout),
+        "features": TRAINED * (L * layer + B * readout) + FROZEN * prefix_layers * layer + ahead,
+        "residual": TRAINED * (L * layer + B * readout)
+        + FROZEN * (prefix_layers * layer + B * (B - 1) // 2 * readout)
+        + ahead,
         "denoise": TRAINED * (L * layer + B * (readout + noise)),
         "mse": TRAINED * (L * layer + B * (readout + noise)),
         "denoise_features": TRAINED * (L * layer + B * (readout + noise))

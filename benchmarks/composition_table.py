@@ -179,9 +179,9 @@ def verdicts(rows: Sequence[Row]) -> Iterator[str]:
             f"{name}: {statistics.mean(behind):+.3f} nats to causal L (at most {NEAR} asked), {share:.2f} of the way "
             f"({SHARE} asked): {'met' if met else 'missed'}."
         )
-    lockstep = by_seed(rows, "features own 2 replicas")
+    lockstep = by_seed(rows, "ahead 2 replicas")
     for network, most in (("mild", MILD), ("wan", WAN)):
-        lost = paired(by_seed(rows, f"features own {network}"), lockstep)
+        lost = paired(by_seed(rows, f"ahead {network}"), lockstep)
         if lost:
             met = statistics.mean(lost) <= most
             yield f"{network}: {statistics.mean(lost):+.3f} nats to lockstep (at most {most}): {_met(met)}."

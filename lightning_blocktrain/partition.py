@@ -135,6 +135,18 @@ class Partition:
         """Number of blocks."""
         return len(self.blocks)
 
+    def blocks_before(self, block_idx: int) -> range:
+        """Return the blocks that a block's loss may run before its own, without gradient."""
+        return range(block_idx if self.layout.prefix == "frozen" else 0)
+
+    def blocks_after(self, block_idx: int) -> range:
+        """Return the blocks that a block's loss may run after its own, with gradient through them."""
+        return range(block_idx + 1, min(block_idx + 1 + self.layout.lookahead, self.num_blocks))
+
+    def read_by(self, block_idx: int) -> tuple[int, ...]:
+        """Return the blocks that a worker of a block reads and does not train."""
+        return (*self.blocks_before(block_idx), *self.blocks_after(block_idx))
+
 
 def as_layout(declared: BlockLayout | Mapping[str, object]) -> BlockLayout:
     """Return ``declared`` as a ``BlockLayout``; a plain mapping lets a module do without our import.
@@ -151,7 +163,7 @@ def as_layout(declared: BlockLayout | Mapping[str, object]) -> BlockLayout:
             got = f"the fields {[*declared]}" if isinstance(declared, Mapping) else type(declared).__name__
             raise MisconfigurationException(
                 explain(
-                    "configure_blocks must return layers and readout (optional: num_blocks, prefix, stem, heads)",
+                    "configure_blocks must return layers and readout, and what else a BlockLayout has",
                     got,
                     'return {"layers": self.layers, "readout": self.readout}',
                 )
@@ -186,6 +198,15 @@ def as_layout(declared: BlockLayout | Mapping[str, object]) -> BlockLayout:
                 "configure_blocks: stem must be a torch.nn.Module that later blocks read as a frozen prefix",
                 f"stem={type(layout.stem).__name__}, prefix={layout.prefix!r}",
                 "declare prefix='frozen', or leave stem out: it is then trained by all blocks",
+            )
+        )
+    is_count = type(layout.lookahead) is int and layout.lookahead >= 0
+    if not is_count or (layout.lookahead and layout.prefix != "frozen"):
+        raise MisconfigurationException(
+            explain(
+                "configure_blocks: lookahead must be a number of blocks, and needs a frozen prefix if it is not 0",
+                f"lookahead={layout.lookahead!r}, prefix={layout.prefix!r}",
+                "declare prefix='frozen', or leave lookahead out",
             )
         )
     heads = layout.heads

@@ -26,6 +26,8 @@ class BlockLayout:
             block 0. For ``blocktrain`` with a frozen prefix; None: it is interface, which all blocks train.
         heads: Per block, what its loss alone trains beside its layers, such as a readout of its own; None where a block
             has no such module. The readout may be the last block's.
+        lookahead: How many of the blocks after its own a block's loss may run as well. They are frozen copies like the
+            prefix, which this needs; gradient passes through them to the block, and reaches no tensor of theirs.
     """
 
     layers: nn.ModuleList
@@ -34,6 +36,7 @@ class BlockLayout:
     prefix: Prefix = "none"
     stem: nn.Module | None = None
     heads: Sequence[nn.Module | None] = ()
+    lookahead: int = 0
 
 
 @runtime_checkable

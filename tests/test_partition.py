@@ -364,6 +364,37 @@ def test_partition_lists_parameters_that_the_module_leaves_out_of_its_state_dict
     assert [sorted(names) for names in cut.block_names] == [[f"layers.{b}.bias", f"layers.{b}.weight"] for b in (0, 1)]
 
 
+# What a block reads.
+
+
+@pytest.mark.parametrize(
+    ("prefix", "lookahead", "read"),
+    [
+        ("none", 0, [(), (), (), ()]),
+        ("frozen", 0, [(), (0,), (0, 1), (0, 1, 2)]),
+        ("frozen", 1, [(1,), (0, 2), (0, 1, 3), (0, 1, 2)]),
+        ("frozen", 9, [(1, 2, 3), (0, 2, 3), (0, 1, 3), (0, 1, 2)]),
+    ],
+)
+def test_partition_says_which_blocks_another_one_reads(prefix: Any, lookahead: int, read: list[Any]) -> None:
+    stack = Stack(4)
+    cut = partition(stack, stack.layout(prefix=prefix, lookahead=lookahead), 4)
+    assert [cut.read_by(block_idx) for block_idx in range(4)] == read
+    for block_idx in range(4):
+        assert all(before < block_idx for before in cut.blocks_before(block_idx))
+        assert all(after > block_idx for after in cut.blocks_after(block_idx))
+
+
+@pytest.mark.parametrize(
+    ("lookahead", "prefix"), [(-1, "frozen"), (1, "none"), (1.5, "frozen"), (None, "frozen"), (True, "frozen")]
+)
+def test_as_layout_lookahead_must_be_a_number_of_blocks_with_a_frozen_prefix(lookahead: Any, prefix: str) -> None:
+    stack = Stack(2)
+    declared = {"layers": stack.layers, "readout": stack.readout, "prefix": prefix, "lookahead": lookahead}
+    with pytest.raises(MisconfigurationException, match=f"got lookahead={lookahead}, prefix='{prefix}'"):
+        as_layout(declared)
+
+
 # The stem.
 
 

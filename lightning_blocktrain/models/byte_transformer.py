@@ -24,9 +24,10 @@ class ByteTransformer(BlockModel):
 
     Under Lightning's own strategies it learns by backpropagation through all layers. Under ``blocktrain`` block b
     learns next-byte prediction through a readout (see ``exits``) from what the blocks before it make of the text; they
-    are frozen: they run forward only, in the version that was fetched last. Block 0 owns the embedding. So no gradient
-    crosses a block, and yet every block builds on those before it. Under ``rgc`` the stages of a pipeline learn at
-    once, each from its own next-byte loss.
+    are frozen: they run forward only, in the version that was fetched last. With ``lookahead`` it also learns what the
+    next blocks, frozen as well, make of it. Block 0 owns the embedding. So a worker trains one block, no gradient
+    travels between workers, and yet every block builds on those before it. Under ``rgc`` the stages of a pipeline learn
+    at once, each from its own next-byte loss.
 
     Args:
         num_layers: L.
@@ -42,13 +43,16 @@ class ByteTransformer(BlockModel):
             (``shared``), its unembedding behind a norm of the block's own (``norm``), or a readout of the block's own
             (``own``), so that nothing is shared. The stages of ``rgc`` read out through the exit of the block in which
             they end.
+        lookahead: k. The loss of block b is the cross entropy at its own exit plus that at the exit of block b + k, or
+            of the last block, read through frozen copies of the blocks between: a block then also learns to be useful
+            to those after it. 0: its own exit only. For ``blocktrain``.
         lr: Peak learning rate.
         weight_decay: Decay of matrices.
         warmup_steps: Linear warm-up.
     """
 
     # Its blocks are only a cut: the weights mean the same under another one.
-    retunable = ByteModule.retunable | {"num_blocks"}
+    retunable = ByteModule.retunable | {"num_blocks", "lookahead"}
 
     def __init__(
         self,
@@ -60,6 +64,7 @@ class ByteTransformer(BlockModel):
         objective: CausalObjective = "features",
         p_span: float = 0.0,
         exits: Exits = "shared",
+        lookahead: int = 0,
         lr: float = 1e-3,
         weight_decay: float = 0.1,
         warmup_steps: int = 50,
@@ -73,7 +78,11 @@ class ByteTransformer(BlockModel):
             choices = " or ".join(map(repr, get_args(CausalObjective)))
             fix = "objectives with noise are DiffusionBlocks'"
             raise ValueError(explain(f"objective must be {choices}", f"objective={objective!r}", fix))
+        if lookahead < 0:
+            fix = "1 reads the loss through the next block too"
+            raise ValueError(explain("lookahead must not be negative", f"lookahead={lookahead}", fix))
         self.objective = objective
+        self.lookahead = lookahead
         self.embed = nn.Embedding(VOCABULARY + bool(p_span), width)
         self.readout = Readout(width)
         if exits not in get_args(Exits):
@@ -81,14 +90,22 @@ class ByteTransformer(BlockModel):
             raise ValueError(explain(rule, f"exits={exits!r}", "use 'shared'"))
         kind = {"norm": ExitNorm, "own": OwnExit}.get(exits)
         self.exits = None if kind is None else nn.ModuleList(kind(width) for _ in range(num_blocks - 1))
-        init_weights(self, num_layers)
+        init_weights(self, num_layers, width)
 
     def configure_blocks(self) -> BlockLayout:
         """Return the layout: block b reads the frozen features of the blocks before it."""
         heads: tuple[nn.Module | None, ...] = ()
         if self.exits is not None:
             heads = (*self.exits, self.readout if self.hparams["exits"] == "own" else None)
-        return BlockLayout(self.layers, self.readout, self.num_blocks, prefix="frozen", stem=self.embed, heads=heads)
+        return BlockLayout(
+            self.layers,
+            self.readout,
+            self.num_blocks,
+            prefix="frozen",
+            stem=self.embed,
+            heads=heads,
+            lookahead=self.lookahead,
+        )
 
     @override
     def architecture(self) -> dict[str, Any]:
@@ -151,13 +168,27 @@ class ByteTransformer(BlockModel):
         return loss
 
     def block_training_step(self, batch: Batch, batch_idx: int, block_idx: int) -> Tensor:
-        """Return the next-byte cross entropy at the exit of block ``block_idx``, in nats; earlier blocks are frozen."""
+        """Return the loss of block ``block_idx`` in nats: next-byte cross entropy at its exit, and ``lookahead`` on.
+
+        Logs the first as ``train/local_ce/block{b}`` and the second, if any, as ``train/ahead_ce/block{b}``.
+        """
         inputs, targets = batch = self.hide(batch)
         state = self.before(self.block_features(batch, block_idx)) if block_idx else self.start(inputs)
-        logits = self.read(block_idx, self.step(block_idx, state))
-        loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+        state = self.step(block_idx, state)
+        loss = self.exit_loss(block_idx, state, targets)
         self.log(f"train/local_ce/block{block_idx}", loss.detach(), batch_size=len(inputs))
-        return loss
+        last = min(block_idx + self.lookahead, self.num_blocks - 1)
+        if last == block_idx:
+            return loss
+        for later in range(block_idx + 1, last + 1):
+            state = self.step(later, state)
+        ahead = self.exit_loss(last, state, targets)
+        self.log(f"train/ahead_ce/block{block_idx}", ahead.detach(), batch_size=len(inputs))
+        return loss + ahead
+
+    def exit_loss(self, block_idx: int, state: State, targets: Tensor) -> Tensor:
+        """Return the mean cross entropy of ``targets`` (B, T) at a block's exit after its step, in nats."""
+        return F.cross_entropy(self.read(block_idx, state).flatten(0, 1), targets.flatten())
 
     @torch.no_grad()
     def block_features(self, batch: Batch, block_idx: int) -> tuple[Tensor, ...]:

@@ -138,7 +138,7 @@ class DiffusionBlocks(BlockModel):
         self.noise_embedding = NoiseEmbedding(width)
         # A tied head would let z pass to the logits through c_skip; it starts at zero and learns what z is worth.
         self.readout = Readout(width, zero_init=True)
-        init_weights(self, num_layers)
+        init_weights(self, num_layers, width)
         nn.init.zeros_(self.readout.unembed.weight)
 
     def configure_blocks(self) -> BlockLayout:

@@ -17,6 +17,8 @@ from lightning_blocktrain.errors import explain
 
 VOCABULARY = 256
 ROTARY_BASE = 10_000.0
+INIT_GAIN = 0.4
+"""Size of a linear map's output for inputs of size 1, before training."""
 LayerKind = Literal["attention", "mlp"]
 
 
@@ -205,8 +207,18 @@ class OwnExit(Readout):
         return super().forward(hidden)
 
 
-def init_weights(module: nn.Module, num_layers: int, std: float = 0.02) -> None:
-    """Initialise as GPT-2 does: normal weights, zero biases, residual outputs scaled down by depth."""
+def init_weights(module: nn.Module, num_layers: int, width: int) -> None:
+    """Initialise as GPT-2 does: normal weights, zero biases, residual outputs scaled down by depth.
+
+    GPT-2's own ``std = .02`` belongs to its widths of 768 and more: in a narrow model it makes every layer whisper, and
+    how soon a run finds its attention patterns then depends on its seed. Here it is ``INIT_GAIN / sqrt(D)``.
+
+    Args:
+        module: What is initialised, in place.
+        num_layers: L of the whole model.
+        width: D.
+    """
+    std = INIT_GAIN / width**0.5
     for name, parameter in module.named_parameters():
         if name.endswith("bias"):
             nn.init.zeros_(parameter)

@@ -19,7 +19,7 @@ from lightning_blocktrain.rounds import RoundRules
 from lightning_blocktrain.rounds.codecs import Codec
 from lightning_blocktrain.strategies.cluster import check_exchange
 from lightning_blocktrain.strategies.contract import CONFIGURE_BLOCKS, refuse_module
-from lightning_blocktrain.strategies.prefix import parts_of
+from lightning_blocktrain.strategies.frozen_blocks import parts_of
 
 HOOKS = {
     "configure_blocks": CONFIGURE_BLOCKS,
@@ -225,13 +225,16 @@ class BlockGuard:
 
     def _refuse_run(self, owner_idx: int, name: str) -> Any:
         def hook(layer: nn.Module, args: Any) -> None:
-            block_idx, prefix = self._block_idx, self._partition.layout.prefix
-            if block_idx is None or block_idx == owner_idx or (prefix == "frozen" and owner_idx < block_idx):
+            block_idx, layout = self._block_idx, self._partition.layout
+            if block_idx is None or block_idx == owner_idx or owner_idx in self._partition.read_by(block_idx):
                 return
-            rule = f"with prefix='{prefix}' the loss of block {block_idx} may not run the layers of block {owner_idx}"
+            terms = f"prefix='{layout.prefix}'" + (f" and lookahead={layout.lookahead}" if layout.lookahead else "")
+            rule = f"with {terms} the loss of block {block_idx} may not run the layers of block {owner_idx}"
             fix = "run the block's own layers only"
             if owner_idx < block_idx:
                 fix += ", or declare prefix='frozen' to read the blocks before it"
+            elif layout.prefix == "frozen":
+                fix += f", or declare lookahead={owner_idx - block_idx} to read the blocks after it"
             raise MisconfigurationException(explain(rule, f"a call of {name} ({type(layer).__name__})", fix))
 
         return hook
@@ -239,7 +242,7 @@ class BlockGuard:
     def _watch_gradient(self, owner_idx: int) -> Any:
         def hook(layer: nn.Module, args: Any, output: Any) -> None:
             block_idx = self._block_idx
-            if block_idx is None or block_idx == owner_idx:
+            if block_idx is None or owner_idx == block_idx or owner_idx in self._partition.blocks_after(block_idx):
                 return
             hidden = output[0] if isinstance(output, tuple) else output
             if isinstance(hidden, Tensor) and torch.is_grad_enabled() and hidden.requires_grad:

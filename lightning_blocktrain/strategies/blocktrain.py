@@ -418,7 +418,7 @@ class BlockTrainStrategy(RoundCounters, SingleDeviceStrategy):
         if self._cache is None:
             return nullcontext()
         assert self.lightning_module is not None
-        return self._cache.serving(self.lightning_module, self.run.workers.prefix, worker.block_idx)
+        return self._cache.serving(self.lightning_module, self.run.workers.frozen, worker.block_idx)
 
     def _place(self, worker: Worker) -> str:
         return f"at step {self._trainer.global_step}, block {worker.block_idx}, worker {worker.worker_id}"
@@ -514,7 +514,7 @@ class BlockTrainStrategy(RoundCounters, SingleDeviceStrategy):
         if self._member is not None:
             self._member.close()
         if self._run is not None:
-            self._run.workers.prefix.remove()
+            self._run.workers.frozen.remove()
             self._last_state = move_data_to_device(self._run_state(), torch.device("cpu"))
             self.optimizers[0].state = self._run.workers.first_state()
         self._guard = self._run = self._partition = self._cache = None

@@ -11,7 +11,7 @@ when                   who meets for what
 =====================  ===========================================================================================
 first ``fetch``        all open their groups; rank 0's masters go to those who train or read them
 ``submit`` of a block  all: headers; the replicas of a block: its merge; for each block its lowest rank with rank 0,
-                       and with those that read the block as a frozen prefix: its master
+                       and with those that read the block: its master
 ``submit`` of the      all: headers, and the merge
 interface
 the end                rank 0 says so in a header; who has ended before it, takes part without counting; then all:
@@ -27,7 +27,7 @@ NaN in a replica. Not covered: deadlines, late work and codecs, which need someb
 
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
@@ -66,7 +66,7 @@ class CollectiveLine(Transport):
     Args:
         board: Of the fit.
         device: Of this process's model.
-        reads_prefix: Whether a block's loss reads the blocks before it.
+        read_by: Returns the blocks that a block's loss reads beside its own.
         look_up: Called in every wait; what it raises ends it.
         timeout_s: For one wait among ranks that have begun.
     """
@@ -75,14 +75,14 @@ class CollectiveLine(Transport):
         self,
         board: Board,
         device: torch.device,
-        reads_prefix: bool,
+        read_by: Callable[[int], Collection[int]],
         look_up: Callable[[], None],
         timeout_s: float = GROUP_TIMEOUT_S,
     ) -> None:
         self._board = board
         self._rank, self._num_ranks = board.place.rank, board.place.num_workers
         self._device = group_device(device)
-        self._reads_prefix = reads_prefix
+        self._read_by = read_by
         self._look_up = look_up
         self._timeout_s = timeout_s
         self._terms: RunTerms | None = None
@@ -90,7 +90,8 @@ class CollectiveLine(Transport):
         self._layout: dict[str, list[tuple[str, list[int], str]]] = {}
         self._groups: ProcessGroups | None = None
         self._entries: dict[str, CollectiveEntry] = {}
-        self._fresh: dict[str, Params] = {}
+        self._fresh: dict[tuple[str, bool], Params] = {}
+        """By entry and whether it is read or shown: rank 0 may do both with another block."""
         self._waits_until = math.inf
         self._ended = ""
         self._has_met_end = False
@@ -146,7 +147,8 @@ class CollectiveLine(Transport):
             self._meet_end()  # only who makes its model whole after the run asks for what it does not train as it is
         if kept.version > newer_than:
             # What is shown of other blocks is handed over once: a round that merged nothing has nothing to show.
-            shown = self._fresh.pop(entry, {}) if kept.master is None else dict(kept.master)
+            is_read = codec is not None
+            shown = self._fresh.pop((entry, is_read), {}) if kept.master is None else dict(kept.master)
             if codec is None:
                 return Fetched(kept.version, shown)
             encoded = encode_values(codec, shown)
@@ -230,7 +232,7 @@ class CollectiveLine(Transport):
         self._masters = {}
 
     def _readers_of(self, entry: str) -> list[int]:
-        """Return the lowest rank of a block, and who has its master shown: rank 0, and the readers of a prefix."""
+        """Return the lowest rank of a block, and who has its master shown: rank 0, and its readers."""
         lowest = self._entries[entry].lowest
         return [rank for rank in range(self._num_ranks) if rank == lowest or self._reads(rank, entry)]
 
@@ -238,7 +240,17 @@ class CollectiveLine(Transport):
         if entry == INTERFACE or rank in self._entries[entry].members:
             return False
         block_idx = self._entries[entry].lowest
-        return rank == 0 or (self._reads_prefix and rank % self._require_terms().num_blocks > block_idx)
+        return rank == 0 or self._runs(rank, block_idx)
+
+    def _runs(self, rank: int, block_idx: int) -> bool:
+        """Tell whether the loss of a rank's block reads another block."""
+        return block_idx in self._read_by(rank % self._require_terms().num_blocks)
+
+    def _keep_fresh(self, kept: CollectiveEntry, params: Params) -> None:
+        if self._rank == 0:
+            self._fresh[kept.name, False] = params
+        if self._runs(self._rank, kept.lowest):
+            self._fresh[kept.name, True] = params
 
     def _spread_first(self, kept: CollectiveEntry) -> None:
         # From rank 0 to the lowest rank of the block and its readers, and from there to the other replicas.
@@ -251,7 +263,7 @@ class CollectiveLine(Transport):
         if self._rank in kept.members:
             kept.master = first
         elif first is not None and self._reads(self._rank, kept.name):
-            self._fresh[kept.name] = first
+            self._keep_fresh(kept, first)
 
     def _broadcast(self, group: str, entry: str, params: Params | None, root: int) -> Params:
         """Return the root's tensors of an entry on every member; ``params`` are read on the root only."""
@@ -305,7 +317,7 @@ class CollectiveLine(Transport):
         if math.isfinite(told.item()) and groups.size(name) > 1:
             shown = self._broadcast(name, kept.name, kept.master, kept.lowest)
             if self._rank != kept.lowest:
-                self._fresh[kept.name] = shown
+                self._keep_fresh(kept, shown)
         return told.item()
 
     # The end
@@ -325,7 +337,7 @@ class CollectiveLine(Transport):
             if entry != INTERFACE:
                 whole = self._broadcast(WORLD, entry, kept.master, kept.lowest)
                 if kept.master is None:
-                    self._fresh[entry] = whole
+                    self._fresh[entry, False] = whole
 
     def _pass_round(self) -> None:
         """Take part in a round without counting."""

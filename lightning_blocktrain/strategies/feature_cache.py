@@ -33,7 +33,7 @@ from torch import Tensor, nn
 from lightning_blocktrain.errors import explain
 from lightning_blocktrain.partition import Partition
 from lightning_blocktrain.protocols import SupportsFeatures
-from lightning_blocktrain.strategies.prefix import FrozenPrefix
+from lightning_blocktrain.strategies.frozen_blocks import FrozenBlocks
 
 FeatureDtype = Literal["fp32", "bf16"]
 Features = Tensor | tuple[Tensor, ...]
@@ -103,7 +103,7 @@ class FeatureCache:
         self._newest: dict[int, str] = {}
 
     @contextmanager
-    def serving(self, module: nn.Module, prefix: FrozenPrefix, reader_idx: int) -> Iterator[None]:
+    def serving(self, module: nn.Module, prefix: FrozenBlocks, reader_idx: int) -> Iterator[None]:
         """Let the module's ``block_features`` look on disk first, for block ``reader_idx``; inside ``prefix.lent``."""
         own = vars(module).get(HOOK)
         compute = cast(SupportsFeatures, module).block_features

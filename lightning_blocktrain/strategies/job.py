@@ -5,7 +5,7 @@ Owns how the ranks find the coordinator that rank 0 starts, or the line that the
 
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -82,9 +82,11 @@ class Job:
         told = self._board.get("coordinator", self._board.join_timeout_s, look_up)
         return Address(**told["address"]), told["more"]
 
-    def line(self, trainer: L.Trainer, reads_prefix: bool, look_up: Callable[[], None]) -> Transport:
+    def line(
+        self, trainer: L.Trainer, read_by: Callable[[int], Collection[int]], look_up: Callable[[], None]
+    ) -> Transport:
         """Return the line to the other ranks of a run without a coordinator."""
-        return CollectiveLine(self._board, trainer.strategy.root_device, reads_prefix, look_up)
+        return CollectiveLine(self._board, trainer.strategy.root_device, read_by, look_up)
 
     def await_ranks(self, line: Transport, look_up: Callable[[], None]) -> None:
         """Wait, in rank 0 after the run, until no other rank needs its coordinator.

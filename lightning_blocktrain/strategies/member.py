@@ -97,7 +97,6 @@ class Member:
         self._rank = place.given_rank
         self.job = None if place.cluster is None else Job(place.cluster, fit_idx, limits.join_timeout_s)
         """What the job adds whose launcher has started all ranks; None: there is none."""
-        self._reads_prefix = False
         self._ends_with_fit = place.child is not None
         self._more = {} if place.child is None else place.child.more
         self._address = place.address
@@ -135,7 +134,7 @@ class Member:
         """
         self._trainer, self._num_blocks = trainer, partition.num_blocks
         self._spared = buffer_names(module, partition)
-        self._reads_prefix = partition.layout.prefix == "frozen"
+        self._partition = partition
         if self.job is not None:
             self.job.enter(partition.num_blocks)
         if self._num_workers is not None:
@@ -353,7 +352,7 @@ class Member:
     def _open(self) -> Transport:
         if self.job is not None and self.job.is_collective:
             assert self._trainer is not None
-            self._line = self.job.line(self._trainer, self._reads_prefix, self.look_up)
+            self._line = self.job.line(self._trainer, self._partition.read_by, self.look_up)
             return self._line
         from lightning_blocktrain.transport.http import HttpTransport  # here: importing the package must stay light
         from lightning_blocktrain.transport.shared import line_to

@@ -67,7 +67,7 @@ class SimulatedRun:
         """Count a batch that ``worker`` has trained on."""
         worker.num_tokens += num_tokens
         self.tally.worker_tokens += num_tokens
-        self.workers.prefix.batch_tokens = num_tokens
+        self.workers.frozen.batch_tokens = num_tokens
 
     def finish_step(self, last: bool) -> None:
         """Count one inner step of every worker; close the round if it is full or the run ends here."""
@@ -77,7 +77,7 @@ class SimulatedRun:
         for worker in self.workers:
             worker.gradients = {}  # spent; what one worker needs at a time is not held for all of them
         self.tally.worker_steps += len(learners)
-        self.tally.count_prefix(self.workers.prefix)
+        self.tally.count_prefix(self.workers.frozen)
         self.steps_in_round += 1
         if last or self.steps_in_round == self.settings.sync_every:
             self.finish_round(final=last)
@@ -102,15 +102,16 @@ class SimulatedRun:
         self._renew_prefix()
 
     def _renew_prefix(self) -> None:
-        """Let every worker fetch the blocks before its own, in the rounds in which the real protocol does."""
-        prefix, version = self.workers.prefix, self.coordinator.round_idx
+        """Let every worker fetch the blocks around its own, in the rounds in which the real protocol does."""
+        frozen, version = self.workers.frozen, self.coordinator.round_idx
         if version % self.settings.prefix_every:
             return
-        for block_idx in range(self.partition.num_blocks - 1 if self._reads_prefix else 0):
-            master = self.coordinator.masters[block_entry(block_idx)]
-            prefix.take_master(block_idx, version, self._prefix_codec, master)
-            readers = [worker for worker in self.workers if worker.block_idx > block_idx]
-            self.tally.prefix_bytes += len(readers) * prefix.bytes_of(block_idx)
+        for block_idx in range(self.partition.num_blocks):
+            num_readers = sum(block_idx in self.partition.read_by(worker.block_idx) for worker in self.workers)
+            if num_readers:
+                master = self.coordinator.masters[block_entry(block_idx)]
+                frozen.take_master(block_idx, version, self._prefix_codec, master)
+                self.tally.prefix_bytes += num_readers * frozen.bytes_of(block_idx)
 
     @property
     def _reads_prefix(self) -> bool:
@@ -176,7 +177,7 @@ class SimulatedRun:
         # What is as new as the masters follows from them.
         is_stale = self._reads_prefix and version % self.settings.prefix_every
         return {
-            **({"prefix": {"round": version, "blocks": self.workers.prefix.state_dict()}} if is_stale else {}),
+            **({"prefix": {"round": version, "blocks": self.workers.frozen.state_dict()}} if is_stale else {}),
             "shape": self.shape(),
             "steps_in_round": self.steps_in_round,
             "tally": self.tally.state_dict(),
@@ -210,7 +211,7 @@ class SimulatedRun:
         block_checkpoint.load_worker_states(self.workers, optimizer, param_groups, state["workers"])
         self.steps_in_round = state["steps_in_round"]
         if "prefix" in state:
-            self.workers.prefix.load_state_dict(state["prefix"]["blocks"])
+            self.workers.frozen.load_state_dict(state["prefix"]["blocks"])
         else:
             self._renew_prefix()
         self.tally = Tally(**state["tally"])

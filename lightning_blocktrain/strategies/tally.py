@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from lightning_blocktrain.rounds import RoundReport
-from lightning_blocktrain.strategies.prefix import FrozenPrefix, PrefixWork
+from lightning_blocktrain.strategies.frozen_blocks import FrozenBlocks, FrozenWork
 
 
 @dataclass
@@ -35,9 +35,9 @@ class Tally:
     prefix_cache_hits: int = 0
     round_reports: Sequence[RoundReport] = field(default=())
 
-    def count_prefix(self, prefix: FrozenPrefix) -> None:
+    def count_prefix(self, frozen: FrozenBlocks) -> None:
         """Take over what frozen layers have done since the last time."""
-        work, prefix.work = prefix.work, PrefixWork()
+        work, frozen.work = frozen.work, FrozenWork()
         self.prefix_tokens += work.layer_tokens
         self.prefix_s += work.seconds
         self.prefix_cache_hits += work.num_hits

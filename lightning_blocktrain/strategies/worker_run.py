@@ -30,8 +30,8 @@ from lightning_blocktrain.partition import Partition
 from lightning_blocktrain.rounds import INTERFACE, Verdict, block_entry
 from lightning_blocktrain.rounds.codecs import Codec
 from lightning_blocktrain.strategies import block_checkpoint
+from lightning_blocktrain.strategies.frozen_reader import FrozenReader
 from lightning_blocktrain.strategies.pace import Pace
-from lightning_blocktrain.strategies.prefix_reader import PrefixReader
 from lightning_blocktrain.strategies.run_settings import RunSettings
 from lightning_blocktrain.strategies.tally import Tally
 from lightning_blocktrain.strategies.whole import make_whole
@@ -94,7 +94,7 @@ class WorkerRun:
             self._names[INTERFACE] = self.workers.interface_names
         others = range(partition.num_blocks) if assembles else ()
         self.watched = [block_entry(b) for b in others if b != block_idx]
-        self._reader = PrefixReader(self.workers.prefix, range(block_idx if partition.layout.prefix == "frozen" else 0))
+        self._reader = FrozenReader(self.workers.frozen, partition.read_by(block_idx))
         self._assembles = assembles
         self._drops_base = drops_base and not assembles
         self._versions: dict[str, int] = {}
@@ -179,14 +179,14 @@ class WorkerRun:
         """Count a batch that the worker has trained on."""
         worker.num_tokens += num_tokens
         self.tally.worker_tokens += num_tokens
-        self.workers.prefix.batch_tokens = num_tokens
+        self.workers.frozen.batch_tokens = num_tokens
 
     def finish_step(self, last: bool) -> None:
         """Count one inner step; finish the round if it is full or the worker stops here."""
         self.worker.num_steps += 1
         self.worker.gradients = {}
         self.tally.worker_steps += 1
-        self.tally.count_prefix(self.workers.prefix)
+        self.tally.count_prefix(self.workers.frozen)
         self.steps_in_round += 1
         is_full = self.steps_in_round == self.settings.sync_every or self.pace.is_time_to_send(self.steps_in_round)
         if (last or is_full) and not self.ended:

@@ -5,7 +5,7 @@ stream. To act for a worker, the module's tensors are rebound to the worker's st
 batches the module's tensors are the merged masters.
 
 Where the workers of the other blocks live in other processes, the tensors of those blocks are released (``released``).
-A frozen prefix is lent to the worker that acts, from copies of its own (``prefix``).
+Frozen blocks around its own are lent to the worker that acts, from copies (``frozen_blocks``).
 
 Bytes of a worker per trained value in fp32: 4 replica, 4 gradient, its optimizer's state, and 4 for the base, the
 master that the replica started from and that the module shows between batches. A worker whose updates travel as they
@@ -25,7 +25,7 @@ from torch.optim import Optimizer
 from lightning_blocktrain.partition import Partition
 from lightning_blocktrain.rounds.codecs import Codec, Encoded
 from lightning_blocktrain.rounds.feedback import ErrorFeedback
-from lightning_blocktrain.strategies.prefix import FrozenPrefix
+from lightning_blocktrain.strategies.frozen_blocks import FrozenBlocks
 from lightning_blocktrain.strategies.released import nothing_like, release
 
 InnerState = Literal["keep", "reset", "average"]
@@ -108,10 +108,10 @@ class SimulatedWorkers:
         self.tensors = trained_tensors(module, partition)
         if block_of is None:
             block_of = {w: w % partition.num_blocks for w in range(partition.num_blocks * replicas)}
-        num_read = max(block_of.values()) if partition.layout.prefix == "frozen" else 0
-        self.prefix = FrozenPrefix(partition, self.tensors, num_read)
-        """The blocks that are read and not trained here; none where the layout has no frozen prefix."""
-        released = release(module, partition, kept_blocks, range(num_read), for_good)
+        read = {block for own in block_of.values() for block in partition.read_by(own)}
+        self.frozen = FrozenBlocks(partition, self.tensors, read)
+        """The blocks that some worker reads and does not train; none where the layout has no frozen prefix."""
+        released = release(module, partition, kept_blocks, read, for_good)
         self.released = released.intersection(self.tensors)
         """Names of the trained tensors that this process does not hold."""
         self.merged: dict[str, Tensor] = {}
@@ -192,7 +192,7 @@ class SimulatedWorkers:
                     tensor.data = worker.local[name]
                     tensor.grad = worker.gradients.get(name)
             optimizer.state = worker.optimizer_state
-            with self.prefix.lent(worker.block_idx), _random_stream(worker):
+            with self.frozen.lent(worker.block_idx), _random_stream(worker):
                 yield
             self._keep(worker)
         finally:

@@ -78,8 +78,10 @@ def test_at_exit_keeps_every_other_argument() -> None:
     # A model that was not trained on unknown bytes must not pretend that it was.
     with pytest.raises(ValueError, match="needs a model that was trained on unknown bytes"):
         smaller.generate(b"a", 2, chunk_bytes=2)
-    expected = {**SMALL, **chosen, "num_layers": 1, "num_blocks": 1, "objective": "features"} | {"exits": "norm"}
-    assert dict(causal("features", exits="norm", **chosen).at_exit(1).hparams) == expected
+    expected = {**SMALL, **chosen, "num_layers": 1, "num_blocks": 1, "objective": "features", "exits": "norm"}
+    assert dict(causal("features", exits="norm", lookahead=2, **chosen).at_exit(1).hparams) == expected | {
+        "lookahead": 2
+    }
 
 
 def test_at_exit_keeps_modes_precision_and_the_random_stream(case: tuple[str, str]) -> None:

@@ -1,6 +1,6 @@
 """Ranks of a job in one process: lines of ``exchange="collective"`` over a store in memory, one thread each to meet."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
@@ -31,13 +31,15 @@ class Ranks:
     """Lines of all ranks, and what they do at the same time."""
 
     def __init__(
-        self, num_ranks: int, look_up: Callable[[], None] = nothing, reads_prefix: bool = False, timeout_s: float = 30.0
+        self,
+        num_ranks: int,
+        look_up: Callable[[], None] = nothing,
+        read_by: Callable[[int], Collection[int]] = lambda block_idx: (),
+        timeout_s: float = 30.0,
     ) -> None:
         store = distributed.HashStore()
         self.boards = [Board(place_of(rank, num_ranks), 0, timeout_s, store) for rank in range(num_ranks)]
-        self.lines = [
-            CollectiveLine(board, torch.device("cpu"), reads_prefix, look_up, timeout_s) for board in self.boards
-        ]
+        self.lines = [CollectiveLine(board, torch.device("cpu"), read_by, look_up, timeout_s) for board in self.boards]
         self._pool = ThreadPoolExecutor(num_ranks)
 
     def all(self, act: Callable[[int], Any]) -> list[Any]:

@@ -23,6 +23,7 @@ from tests.strategies.test_worker_run import (
     REPLICAS,
     SEED,
     SYNC_EVERY,
+    LookingAhead,
     OnFrozenPrefix,
     OnFrozenStem,
     ThreeBlocks,
@@ -55,6 +56,7 @@ def adamw(modules: Any) -> list[torch.optim.Optimizer]:
         (OnFrozenPrefix, 2, RoundRules(deadline_s=50.0, clip_norm=0.2), 6, {}),
         (OnFrozenStem, 1, RoundRules(deadline_s=50.0), 6, {"prefix_every": 3, "prefix_codec": Codec("int8", block=16)}),
         (OnFrozenPrefix, 1, RoundRules(deadline_s=50.0), 6, {"prefix_every": 2, "prefix_codec": Codec("fp32")}),
+        (LookingAhead, 1, RoundRules(deadline_s=50.0), 6, {"prefix_every": 2}),
         (ThreeBlocks, 2, RoundRules(deadline_s=50.0, outlier_factor=1.5, min_replicas=2), 6, {}),
         (ThreeBlocks, 1, TRIMMED, 9, {}),
     ],
@@ -66,7 +68,8 @@ def test_collective_run_equals_the_simulator_bit_for_bit(
     data = list(batches(num_ranks * SYNC_EVERY * num_rounds))
     module = seeded(make)
     options = {"replicas": num_ranks // BLOCKS, "interface_every": interface_every, "rules": rules, **prefix}
-    simulated = SimulatedRun(module, cut(module, declared_layout(module), BLOCKS), settings(**options), SEED)
+    parts = cut(module, declared_layout(module), BLOCKS)
+    simulated = SimulatedRun(module, parts, settings(**options), SEED)
     optimizer = torch.optim.AdamW(module.parameters(), lr=0.05)
     torch.manual_seed(4)
     for step in range(SYNC_EVERY * num_rounds):
@@ -77,7 +80,7 @@ def test_collective_run_equals_the_simulator_bit_for_bit(
         simulated.finish_step(last=step + 1 == SYNC_EVERY * num_rounds)
 
     agreed = terms(num_ranks, interface_every=interface_every, rules=rules, max_rounds=num_rounds, **prefix)
-    with ranks(num_ranks, reads_prefix=make is not ThreeBlocks) as opened:
+    with ranks(num_ranks, read_by=parts.read_by) as opened:
         modules, runs = runs_of(opened, make, agreed, settings(), SEED)
         optimizers = adamw(modules)
         torch.manual_seed(4)

@@ -22,7 +22,7 @@ from lightning_blocktrain.rounds import Verdict
 from lightning_blocktrain.rounds.codecs import Codec
 from lightning_blocktrain.rounds.values import decode_values, encode_values
 from lightning_blocktrain.strategies.block_guard import declared_layout
-from lightning_blocktrain.strategies.prefix import FrozenPrefix
+from lightning_blocktrain.strategies.frozen_blocks import FrozenBlocks
 from lightning_blocktrain.strategies.workers import SimulatedWorkers, trained_tensors
 from tests.strategies.conftest import (
     RecordingLogger,
@@ -90,22 +90,33 @@ class StackedNorms(Stacked):
 
 
 class Lent:
-    """A module with the workers of a process in front of it, and copies of its first two blocks."""
+    """A module with the workers of a process in front of it, and copies of what the last block, or another, reads."""
 
     def __init__(
-        self, make: Callable[[], L.LightningModule] = Stacked, codec: Codec = FP32, alone: bool = True
+        self,
+        make: Callable[[], L.LightningModule] = Stacked,
+        codec: Codec = FP32,
+        alone: bool = True,
+        block_idx: int = 2,
     ) -> None:
         self.module = seeded(make)
         self.like = seeded(make)
-        parts = cut(self.module, declared_layout(self.module), 3)
-        masters = {b: {n: self.like.state_dict()[n] for n in parts.block_names[b]} for b in (0, 1)}
-        options = {"block_of": {2: 2}, "kept_blocks": {2}} if alone else {}
-        self.workers = SimulatedWorkers(self.module, parts, 1, 3, **options)
-        for block_idx, master in masters.items():
-            self.workers.prefix.take_master(block_idx, 0, codec, master)
-        self.worker = list(self.workers)[-1]
+        self.parts = cut(self.module, declared_layout(self.module), 3)
+        read = self.parts.read_by(block_idx)
+        masters = {b: {n: self.like.state_dict()[n] for n in self.parts.block_names[b]} for b in read}
+        options = {"block_of": {block_idx: block_idx}, "kept_blocks": {block_idx}} if alone else {}
+        self.workers = SimulatedWorkers(self.module, self.parts, 1, 3, **options)
+        for b, master in masters.items():
+            self.workers.frozen.take_master(b, 0, codec, master)
+        self.worker = next(worker for worker in self.workers if worker.block_idx == block_idx)
         self.optimizer = torch.optim.AdamW(self.module.parameters())
-        self.names = [name for names in parts.block_names[:2] for name in names]
+        self.names = [name for b in read for name in self.parts.block_names[b]]
+
+    def decoded(self, codec: Codec) -> L.LightningModule:
+        """Return a module that holds the copies."""
+        state = {name: self.like.state_dict()[name] for name in self.names}
+        self.like.load_state_dict(decode_values(codec, encode_values(codec, state), state), strict=False)
+        return self.like
 
     def acting(self) -> Any:
         return self.workers.acting(self.worker, self.optimizer)
@@ -146,11 +157,8 @@ def test_prefix_one_layer_at_a_time_holds_values_and_none_between_calls(alone: b
 @pytest.mark.parametrize("codec", [FP32, BF16, INT8], ids=["fp32", "bf16", "int8"])
 def test_prefix_features_are_those_of_the_decoded_masters(alone: bool, codec: Codec, batch: list[Tensor]) -> None:
     lent = Lent(StackedNorms, codec, alone)
-    state = {name: lent.like.state_dict()[name] for name in lent.names}
-    spared = Codec(codec.name, block=codec.block, spared=())
-    lent.like.load_state_dict(decode_values(spared, encode_values(spared, state), state), strict=False)
     with torch.no_grad():
-        expected = lent.like.features(batch, 2)
+        expected = lent.decoded(codec).features(batch, 2)
         with lent.acting():
             found = lent.module.features(batch, 2)
     assert torch.equal(found, expected)
@@ -234,15 +242,15 @@ def test_prefix_message_of_another_model_is_refused() -> None:
     lent = Lent()
     other = {name: torch.zeros(2) for name in lent.names[:3]}
     with pytest.raises(ValueError, match=r"embed\.weight must have shape"):
-        lent.workers.prefix.take_master(0, 1, BF16, other)
+        lent.workers.frozen.take_master(0, 1, BF16, other)
 
 
 def test_prefix_without_anything_new_is_only_a_newer_version() -> None:
     lent = Lent()
-    before = lent.workers.prefix.mem_bytes
-    lent.workers.prefix.take_master(0, 7, FP32, {})
-    assert lent.workers.prefix.versions == {0: 7, 1: 0}
-    assert lent.workers.prefix.mem_bytes == before
+    before = lent.workers.frozen.mem_bytes
+    lent.workers.frozen.take_master(0, 7, FP32, {})
+    assert lent.workers.frozen.versions == {0: 7, 1: 0}
+    assert lent.workers.frozen.mem_bytes == before
 
 
 @pytest.mark.parametrize(("codec", "most"), [(BF16, 2.0), (Codec("int8"), 1.2), (FP32, 4.0)])
@@ -250,11 +258,70 @@ def test_prefix_bytes_are_those_of_its_codec(codec: Codec, most: float) -> None:
     module = seeded(Stacked, width=64)
     parts = cut(module, declared_layout(module), 3)
     tensors = trained_tensors(module, parts)
-    prefix = FrozenPrefix(parts, tensors, 2)
+    prefix = FrozenBlocks(parts, tensors, range(2))
     for block_idx in (0, 1):
         prefix.take_master(block_idx, 0, codec, {n: tensors[n].detach() for n in parts.block_names[block_idx]})
     num_values = sum(tensors[n].numel() for names in parts.block_names[:2] for n in names)
     assert most * num_values * 0.8 < prefix.mem_bytes <= most * num_values
+
+
+# Blocks after a worker's own.
+
+
+class LookingAhead(StackedNorms):
+    """A block's loss is read at the end of the next block."""
+
+    declared = 1
+
+    def configure_blocks(self) -> Mapping[str, Any]:
+        return {**super().configure_blocks(), "lookahead": self.declared}
+
+    def block_loss(self, batch: list[Tensor], block_idx: int) -> Tensor:
+        with torch.set_grad_enabled(block_idx == 0):
+            hidden = self.features(batch, block_idx)
+        for layer in self.layers[2 * block_idx : 2 * block_idx + 4]:
+            hidden = layer(hidden)
+        return F.cross_entropy(self.readout(hidden).flatten(0, -2), batch[1].flatten())
+
+
+@pytest.mark.parametrize("alone", [True, False])
+def test_blocks_after_are_wide_while_a_worker_acts_and_take_no_gradient(alone: bool, batch: list[Tensor]) -> None:
+    lent = Lent(LookingAhead, INT8, alone, block_idx=1)
+    parameters = dict(lent.module.named_parameters())
+    after = {name for name in lent.parts.block_names[2] if name in parameters}
+    before = {name: tensor.clone() for name, tensor in lent.module.state_dict().items()}
+    with lent.acting():
+        assert lent.wide() == after
+        loss = lent.module.block_loss(batch, 1)
+        loss.backward()
+        assert lent.wide() == after  # the backward pass has read them
+        gradients = {name: p.grad.clone() for name, p in parameters.items() if p.grad is not None}
+    like = lent.decoded(INT8)
+    expected = like.block_loss(batch, 1)
+    expected.backward()
+    assert torch.equal(loss, expected)
+    assert gradients.keys() == lent.worker.local.keys() & parameters.keys()
+    assert_same(gradients, {name: like.get_parameter(name).grad for name in gradients})
+    shown = lent.module.state_dict()
+    others = before.keys() - lent.worker.local.keys()
+    assert all(torch.equal(shown[name].nan_to_num(7.0), before[name].nan_to_num(7.0)) for name in others)
+
+
+def test_loss_that_runs_a_later_block_than_it_declares_is_refused_by_name(make_trainer: Any) -> None:
+    class Hides(LookingAhead):
+        declared = 0
+
+    class Overruns(LookingAhead):
+        def block_loss(self, batch: list[Tensor], block_idx: int) -> Tensor:
+            hidden = self.features(batch, 3)
+            return F.cross_entropy(self.readout(hidden).flatten(0, -2), batch[1].flatten())
+
+    words = "with prefix='frozen' the loss of block 0 may not run the layers of block 1.*or declare lookahead=1"
+    with pytest.raises(MisconfigurationException, match=words):
+        fit(seeded(Hides), make_trainer())
+    words = "with prefix='frozen' and lookahead=1 the loss of block 0 may not run .* block 2.*or declare lookahead=2"
+    with pytest.raises(MisconfigurationException, match=words):
+        fit(seeded(Overruns), make_trainer())
 
 
 # Under Trainer
@@ -269,8 +336,8 @@ class Watching(L.Callback):
 
     def on_train_batch_start(self, trainer: L.Trainer, *args: Any) -> None:
         run = trainer.strategy.run
-        self.versions.append(set(run.workers.prefix.versions.values()))
-        self.copies.append({b: kept["tensors"] for b, kept in run.workers.prefix.state_dict().items()})
+        self.versions.append(set(run.workers.frozen.versions.values()))
+        self.copies.append({b: kept["tensors"] for b, kept in run.workers.frozen.state_dict().items()})
 
 
 @pytest.mark.parametrize("network", ["lockstep", "wan"])
@@ -303,7 +370,7 @@ def test_fp32_prefix_of_every_round_is_the_run_on_the_live_masters(
         return fit(seeded(Stacked, dropout=0.1), make_trainer(strategy), loader(96))
 
     lent = train()
-    monkeypatch.setattr(FrozenPrefix, "lent", lambda *_: nullcontext())
+    monkeypatch.setattr(FrozenBlocks, "lent", lambda *_: nullcontext())
     assert_same(lent, train())
 
 
@@ -386,7 +453,7 @@ def test_options_that_no_prefix_can_have_are_refused_at_construction(options: di
 def test_worker_that_was_late_reads_its_old_prefix_until_the_next_is_due() -> None:
     fleet = Fleet([0, 1, 2, 2], OnFrozenPrefix, prefix_every=4)
     late, data = fleet.runs[3], batches(100)
-    assert late.workers.prefix.versions == {0: 0, 1: 0}
+    assert late.workers.frozen.versions == {0: 0, 1: 0}
 
     def run_round(worker_ids: tuple[int, ...]) -> None:
         for w in worker_ids:
@@ -399,16 +466,16 @@ def test_worker_that_was_late_reads_its_old_prefix_until_the_next_is_due() -> No
     for _ in range(2):
         run_round((0, 1, 2))
     run_round((0, 1, 2, 3))
-    assert late.version == 3 and late.workers.prefix.versions == {0: 0, 1: 0}
+    assert late.version == 3 and late.workers.frozen.versions == {0: 0, 1: 0}
     fleet.step(3, next(data))
     assert all(tensor.isfinite().all() for tensor in late.worker.local.values())
     for _ in range(2):
         run_round((0, 1, 2))
     late.send_round()
     late.take_round()
-    assert late.version == 5 and late.workers.prefix.versions == {0: 5, 1: 5}
+    assert late.version == 5 and late.workers.frozen.versions == {0: 5, 1: 5}
     expected = encode_values(BF16, fleet.ledgers["block1"].master).tensors
-    assert_same(late.workers.prefix.state_dict()["1"]["tensors"], expected)
+    assert_same(late.workers.frozen.state_dict()["1"]["tensors"], expected)
 
 
 def test_worker_reads_its_stale_prefix_on_when_its_coordinator_has_come_back(tmp_path: Any) -> None:
@@ -420,18 +487,18 @@ def test_worker_reads_its_stale_prefix_on_when_its_coordinator_has_come_back(tmp
                 [0, 1, 2], OnFrozenPrefix, kind="http", stack=lines, desk=first, url=server.url, prefix_every=4
             )
             train_fleet(fleet, data[:6], 1)
-        copies = fleet.runs[2].workers.prefix.state_dict()["1"]["tensors"]
+        copies = fleet.runs[2].workers.frozen.state_dict()["1"]["tensors"]
         again = Desk("run", "token", Storage(tmp_path))
         assert again.resume(time.monotonic())
         with served(again, port=int(server.url.rpartition(":")[2])):
             train_fleet(fleet, data[:6], 1)
             assert again.service.versions["block1"] == fleet.runs[2].version == 2
-            assert fleet.runs[2].workers.prefix.versions == {0: 0, 1: 0}
-            assert_same(fleet.runs[2].workers.prefix.state_dict()["1"]["tensors"], copies)
+            assert fleet.runs[2].workers.frozen.versions == {0: 0, 1: 0}
+            assert_same(fleet.runs[2].workers.frozen.state_dict()["1"]["tensors"], copies)
             assert not any(verdict is not Verdict.ACCEPTED for _, verdict in again.service.counts)
             train_fleet(fleet, data[:6], 1)
             train_fleet(fleet, data[:6], 1)
-            assert fleet.runs[2].workers.prefix.versions == {0: 4, 1: 4}
+            assert fleet.runs[2].workers.frozen.versions == {0: 4, 1: 4}
 
 
 def test_worker_on_a_block_that_lags_reads_on_and_asks_again() -> None:
@@ -443,23 +510,23 @@ def test_worker_on_a_block_that_lags_reads_on_and_asks_again() -> None:
             fleet.runs[w].send_round()
         for w in (1, 2):
             fleet.runs[w].take_round()
-    assert fleet.runs[1].workers.prefix.versions == {0: 0}
-    assert fleet.runs[2].workers.prefix.versions == {0: 0, 1: 3}
+    assert fleet.runs[1].workers.frozen.versions == {0: 0}
+    assert fleet.runs[2].workers.frozen.versions == {0: 0, 1: 3}
     fleet.step(0, next(data))
     fleet.runs[0].send_round()
     fleet.step(1, next(data))
     fleet.runs[1].send_round()
     fleet.runs[1].take_round()
-    assert fleet.runs[1].workers.prefix.versions == {0: 1}
+    assert fleet.runs[1].workers.frozen.versions == {0: 1}
 
 
 def test_worker_of_a_coordinator_without_its_prefix_fails() -> None:
     fleet = Fleet([0, 1, 2], OnFrozenPrefix)
     run, line = fleet.runs[2], fleet.lines[2]
-    run._reader._prefix._copies.clear()
+    run._reader._frozen._copies.clear()
     run._reader._served.clear()
     line.fetch = lambda *_: None  # type: ignore[method-assign]
-    with pytest.raises(TransportError, match="block0 is read as a frozen prefix; got no answer in time"):
+    with pytest.raises(TransportError, match="block0 is read as a frozen block; got no answer in time"):
         run._renew_prefix(0.0)
 
 

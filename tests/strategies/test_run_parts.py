@@ -174,7 +174,7 @@ def test_scenario_32_resumed_workers_equal_the_uninterrupted_run(
     assert {run.version for run in resumed.runs} == {SAVED_AT}
     for worker in resumed.runs:
         stale = resumed.terms.prefix_version(SAVED_AT)
-        assert set(worker.workers.prefix.versions.values()) <= {stale}
+        assert set(worker.workers.frozen.versions.values()) <= {stale}
     assert resumed.desk.service.versions[INTERFACE] == SAVED_AT // interface_every
     resumed.train_rounds(SAVED_AT, NUM_ROUNDS)
     assert resumed.desk.service.phase == "finished"

@@ -68,6 +68,25 @@ class OnFrozenStem(OnFrozenPrefix):
         return {**super().configure_blocks(), "stem": self.embed}
 
 
+class LookingAhead(OnFrozenStem):
+    """The same, where a block's loss is read at the exit of the next block as well."""
+
+    def configure_blocks(self) -> Mapping[str, Any]:
+        return {**super().configure_blocks(), "lookahead": 1}
+
+    def block_loss(self, batch: list[Tensor], block_idx: int) -> Tensor:
+        with torch.set_grad_enabled(block_idx == 0):
+            hidden = F.dropout(self.embed(batch[0]), self.dropout, self.training)
+        with torch.no_grad():
+            for layer in self.layers[:block_idx]:
+                hidden = layer(hidden)
+        losses = []
+        for layer in self.layers[block_idx : block_idx + 2]:
+            hidden = layer(hidden)
+            losses.append(F.cross_entropy(self.readout(hidden).flatten(0, -2), batch[1].flatten()))
+        return torch.stack(losses).sum()
+
+
 class Clock:
     def __init__(self) -> None:
         self.now = 0.0
@@ -154,7 +173,7 @@ class Fleet:
         run = self.runs[worker_id]
         run.count_batch(run.worker, batch[1].numel())
         learn(self.modules[worker_id], run.workers, run.worker, self.optimizers[worker_id], batch)
-        run.tally.count_prefix(run.workers.prefix)
+        run.tally.count_prefix(run.workers.frozen)
         run.worker.num_steps += 1
         run.steps_in_round += 1
 
@@ -191,6 +210,8 @@ def batches(num: int) -> Iterator[list[Tensor]]:
         (OnFrozenStem, 2, Codec("fp32"), 3, Codec("bf16")),
         (OnFrozenPrefix, 1, Codec("bf16"), 3, Codec("int8", block=16)),
         (OnFrozenStem, 1, Codec("fp32"), 1, Codec("int8")),
+        (LookingAhead, 1, Codec("fp32"), 1, Codec("bf16")),
+        (LookingAhead, 2, Codec("bf16"), 3, Codec("int8", block=16)),
         (ThreeBlocks, 2, Codec("int8", block=16), 1, Codec("bf16")),
         (ThreeBlocks, 1, Codec("topk", top_frac=0.1), 1, Codec("bf16")),
     ],

@@ -82,13 +82,13 @@ def test_worker_on_a_frozen_prefix_holds_the_blocks_before_it_in_the_version_of_
     assert fleet.ledgers["block0"].version == 1
     for run in fleet.runs[1:]:
         before = range(run.worker.block_idx)
-        assert run.workers.prefix.versions == dict.fromkeys(before, 1)
+        assert run.workers.frozen.versions == dict.fromkeys(before, 1)
         mine = fleet.cut.block_names[run.worker.block_idx]
         others = {name for names in fleet.cut.block_names for name in names} - set(mine)
         assert run.workers.released == others
         masters = [fleet.ledgers[f"block{b}"].master for b in before]
         num_values = sum(tensor.numel() for master in masters for tensor in master.values())
-        assert run.workers.prefix.mem_bytes == 2 * num_values
+        assert run.workers.frozen.mem_bytes == 2 * num_values
 
 
 def test_rank_zero_that_assembles_releases_nothing() -> None:

@@ -1,14 +1,15 @@
-"""The blocks before a worker's own, which its loss runs and does not train: kept encoded, lent layer by layer.
+"""The blocks around a worker's own, which its loss runs and does not train: kept encoded, lent while the worker acts.
 
-Owns the copies, their versions, and the hooks that lend them to the module while a worker acts. Owns neither the moment
-when they are fetched nor what carries them.
+Owns the copies, their versions, and the hooks that lend them to the module. Owns neither the moment when they are
+fetched nor what carries them.
 
 While a worker acts, a parameter of its prefix is NaN (``released``) outside the calls of its layer, so that one layer
-at a time is wide. The stem is a layer like the others. Buffers are lent as copies for as long as the worker acts, since
-batch norm writes to them.
+at a time is wide. The stem is a layer like the others. Blocks after the worker's own (``lookahead``) are wide for as
+long as it acts, since the backward pass reads them too. Buffers are lent as copies for as long, since batch norm writes
+to them.
 
-Bytes per value: 2 in bf16, 1 + 4 / 256 in int8, 4 in fp32; 8 more for those of one layer while they are decoded, of
-which 4 stay while it runs.
+Bytes per value: 2 in bf16, 1 + 4 / 256 in int8, 4 in fp32; 8 more for those of one layer of the prefix while they are
+decoded, of which 4 stay while it runs; 4 more for the blocks after the worker's own.
 
 Covered: layers that are called many times, raise, call each other, are compiled, or whose submodules are called on
 their own. Not covered: code that reads a parameter of the prefix without calling its module; it reads NaN.
@@ -17,7 +18,7 @@ their own. Not covered: code that reads a parameter of the prefix without callin
 import hashlib
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -33,12 +34,13 @@ from lightning_blocktrain.strategies.released import nothing_like
 
 
 @dataclass
-class PrefixWork:
-    """What frozen layers have cost.
+class FrozenWork:
+    """What the forward passes of frozen layers have cost.
 
     Args:
         layer_tokens: Target tokens of the batches, once for every call of a frozen layer; stem and heads are none.
-        seconds: In frozen layers, stem and heads, decoding included; on an accelerator, until their work is queued.
+        seconds: In frozen layers, stem and heads, decoding of the prefix included; on an accelerator, until their work
+            is queued.
         num_hits: Batches of which no frozen layer had to run, since their features were on disk.
     """
 
@@ -75,31 +77,33 @@ class _Part:
     num_running: int = 0
 
 
-class FrozenPrefix:
-    """Copies of the blocks before a worker's own, in encoded form.
+class FrozenBlocks:
+    """Copies of the blocks before and after a worker's own, in encoded form.
 
     Args:
         partition: Of the module.
         tensors: Its trained tensors by name.
-        num_blocks: How many blocks, from the first on, some worker of this process reads.
+        blocks: Which blocks some worker of this process reads.
     """
 
-    def __init__(self, partition: Partition, tensors: Mapping[str, Tensor], num_blocks: int) -> None:
-        self.work = PrefixWork()
+    def __init__(self, partition: Partition, tensors: Mapping[str, Tensor], blocks: Collection[int]) -> None:
+        self._partition = partition
+        self.work = FrozenWork()
         """What was done so far; whoever counts it may replace it."""
         self.batch_tokens = 0
         """Target tokens of the batch that is being trained on."""
-        self._blocks = [{n: tensors[n] for n in names if n in tensors} for names in partition.block_names[:num_blocks]]
-        self._tensors = {name: tensor for block in self._blocks for name, tensor in block.items()}
+        self._blocks = {b: {n: tensors[n] for n in partition.block_names[b] if n in tensors} for b in sorted(blocks)}
+        self._tensors = {name: tensor for block in self._blocks.values() for name, tensor in block.items()}
         self._copies: dict[int, _Copy] = {}
-        self._num_lent = 0
+        self._before: Collection[int] = ()
+        self._after: Collection[int] = ()
         self._wide: Counter[str] = Counter()
         self._began_at = 0.0
         self._num_running = 0
         self._parts: list[_Part] = []
         self._handles: list[Any] = []
-        for block_idx, layers in enumerate(partition.blocks[:num_blocks]):
-            for layer in layers:
+        for block_idx in self._blocks:
+            for layer in partition.blocks[block_idx]:
                 self._watch(layer, block_idx, any(layer is known for known in partition.layout.layers))
 
     def _watch(self, layer: nn.Module, block_idx: int, counts: bool) -> None:
@@ -116,7 +120,7 @@ class FrozenPrefix:
 
     def _hooks(self, part: _Part) -> tuple[Any, Any]:
         def before(module: nn.Module, args: Any) -> None:
-            if part.block_idx < self._num_lent:
+            if part.block_idx in self._before or part.block_idx in self._after:
                 self._enter(part)
 
         def after(module: nn.Module, args: Any, output: Any) -> None:
@@ -149,7 +153,7 @@ class FrozenPrefix:
         return sum(part.numel() * part.element_size() for message in messages for part in message.tensors.values())
 
     def digest(self, block_idx: int) -> str:
-        """Return a digest of the copies that a block reads, and of which block that is."""
+        """Return a digest of the copies of the blocks before a block, and of which block that is."""
         copies = "".join(self._copies[idx].digest for idx in range(block_idx))
         return hashlib.blake2b(f"{block_idx} {copies}".encode(), digest_size=16).hexdigest()
 
@@ -198,7 +202,7 @@ class FrozenPrefix:
             ValueError: If they do not fit.
         """
         for key, kept in state.items():
-            if int(key) < len(self._blocks):
+            if int(key) in self._blocks:
                 codec = replace(Codec.from_meta(kept["codec"]), spared=tuple(kept["spared"]))
                 self.take(int(key), kept["version"], codec, Encoded(dict(kept["tensors"]), codec.meta))
 
@@ -206,20 +210,25 @@ class FrozenPrefix:
 
     @contextmanager
     def lent(self, block_idx: int) -> Iterator[None]:
-        """Lend the blocks before ``block_idx`` to the module; whoever calls it puts the module's own tensors back."""
-        num_blocks, buffers = min(block_idx, len(self._blocks)), {}
+        """Lend what block ``block_idx`` reads to the module; whoever calls it puts the module's own tensors back."""
+        before, after = self._partition.blocks_before(block_idx), self._partition.blocks_after(block_idx)
+        buffers = {}
         try:
-            for idx in range(num_blocks):
+            for idx in (*before, *after):
                 for name, tensor in self._blocks[idx].items():
-                    if isinstance(tensor, nn.Parameter):
-                        tensor.data = nothing_like(tensor)
-                    else:
+                    if not isinstance(tensor, nn.Parameter):
                         buffers[name] = tensor.data
                         tensor.data = self._decoded(idx, name, copy=True)
-            self._num_lent = num_blocks
+                    elif idx in after:
+                        tensor.data = self._decoded(idx, name)
+                        self._wide[name] += 1
+                    else:
+                        tensor.data = nothing_like(tensor)
+            self._before, self._after = before, after
             yield
         finally:
-            self._num_lent = self._num_running = 0
+            self._before = self._after = ()
+            self._num_running = 0
             for part in self._parts:
                 part.num_running = 0
             for name in self._wide:
