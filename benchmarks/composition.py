@@ -118,6 +118,7 @@ ARMS: dict[str, Arm] = {
     "ahead shared": blocks("lookahead, the readout shared", **AHEAD | {"exits": "shared"}),
     "ahead residual": blocks("lookahead, residual logits", **AHEAD | {"objective": "residual"}),
     "ahead 2": blocks("lookahead over two blocks", **AHEAD | {"lookahead": 2}),
+    "ahead no average": blocks("lookahead, masters read as they are", strategy={"average_decay": 0.0}, **AHEAD),
     "ahead p_span=.5": blocks("lookahead, half with unknown bytes", **AHEAD, p_span=0.5),
     "ahead every 4": blocks("lookahead, frozen blocks every 4 rounds", strategy={"prefix_every": 4}, **AHEAD),
     "ahead every 16": blocks("lookahead, frozen blocks every 16 rounds", strategy={"prefix_every": 16}, **AHEAD),
@@ -157,8 +158,12 @@ def make_module(arm: Arm, recipe: Recipe) -> Model:
 
 def make_strategy(arm: Arm, recipe: Recipe) -> Strategy:
     """Return the block strategy of an arm."""
-    options = {"replicas": recipe.replicas, "network": recipe.network, **(arm.strategy or {})}
-    return BlockTrainStrategy(sync_every=recipe.sync_every, **options)
+    usual: dict[str, Any] = {
+        "replicas": recipe.replicas,
+        "network": recipe.network,
+        "average_decay": recipe.average_decay,
+    }
+    return BlockTrainStrategy(sync_every=recipe.sync_every, **usual | (arm.strategy or {}))
 
 
 def run(name: str, recipe: Recipe, data: ByteDataModule, seed: int) -> dict[str, Any]:

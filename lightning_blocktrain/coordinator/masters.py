@@ -44,10 +44,12 @@ class EncodedMasters:
 
     def __init__(self, spared: Collection[str]) -> None:
         self._spared = tuple(spared)
-        self._forms: defaultdict[str, dict[Codec, Master]] = defaultdict(dict)
+        self._forms: defaultdict[str, dict[tuple[Codec, bool], Master]] = defaultdict(dict)
 
-    def of(self, entry: str, version: int, master: Mapping[str, Tensor], codec: Codec | None) -> Master:
-        """Return a master in the form of a codec; None: as it is.
+    def of(
+        self, entry: str, version: int, master: Mapping[str, Tensor], codec: Codec | None, average: bool = False
+    ) -> Master:
+        """Return a master, or its running average, in the form of a codec; None: as it is.
 
         Raises:
             RequestRefusedError: If the codec can carry no values.
@@ -58,13 +60,13 @@ class EncodedMasters:
             check_value_codec("codec", codec)
         except ValueError as exc:
             raise RequestRefusedError(str(exc)) from exc
-        codec = replace(codec, spared=self._spared)
+        key = replace(codec, spared=self._spared), average
         forms = self._forms[entry]
         for known in [known for known, form in forms.items() if form.version != version]:
             del forms[known]
-        if codec not in forms:
+        if key not in forms:
             for known in [*forms][: len(forms) + 1 - KEPT_FORMS]:
                 del forms[known]
-            encoded = encode_values(codec, master)
-            forms[codec] = Master(version, encoded.tensors, encoded.meta)
-        return forms[codec]
+            encoded = encode_values(key[0], master)
+            forms[key] = Master(version, encoded.tensors, encoded.meta)
+        return forms[key]

@@ -340,12 +340,12 @@ class CoordinatorServer:
     async def _fetch(self, request: web.Request) -> web.StreamResponse:
         entry, sender = request.match_info["entry"], sender_in_header(request)
         newer_than, wait_s = number_in_query(request, "newer_than", -1.0), number_in_query(request, "wait_s", 0.0)
-        codec = codec_in_query(request)
+        codec, average = codec_in_query(request), bool(number_in_query(request, "average", 0.0))
         loop = asyncio.get_running_loop()
         ends_at = loop.time() + min(max(wait_s, 0.0), MAX_WAIT_S)
         while True:
             changed = self._changed
-            ask = partial(self._newer, entry, int(newer_than), sender, codec)
+            ask = partial(self._newer, entry, int(newer_than), sender, codec, average)
             outgoing = await self._at_desk(ask)
             if outgoing is not None:
                 if codec is not None:
@@ -358,10 +358,10 @@ class CoordinatorServer:
                 await asyncio.wait_for(changed.wait(), left_s)
 
     def _newer(
-        self, entry: str, newer_than: int, sender: Sender | None, codec: Codec | None, now: float
+        self, entry: str, newer_than: int, sender: Sender | None, codec: Codec | None, average: bool, now: float
     ) -> Outgoing | None:
         service = self.desk.service
-        found = service.fetch(entry, newer_than, now, sender, codec)
+        found = service.fetch(entry, newer_than, now, sender, codec, average)
         if found is None:
             return None
         return pack_fetched(found.version, dict(found.tensors), service.closes_in_s(sender, now), found.meta)

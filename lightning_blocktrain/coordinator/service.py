@@ -172,7 +172,13 @@ class CoordinatorService:
         )
 
     def fetch(
-        self, entry: str, newer_than: int, now: float, sender: Sender | None = None, codec: Codec | None = None
+        self,
+        entry: str,
+        newer_than: int,
+        now: float,
+        sender: Sender | None = None,
+        codec: Codec | None = None,
+        average: bool = False,
     ) -> Master | None:
         """Return the newest version if it is newer, else None; see ``Transport.fetch``.
 
@@ -187,7 +193,8 @@ class CoordinatorService:
         if self._phase is Phase.FAILED:
             self._refuse_ended()
         if ledger.version > newer_than:
-            return self._masters.of(entry, ledger.version, ledger.master, codec)
+            wanted = ledger.average if average else ledger.master
+            return self._masters.of(entry, ledger.version, wanted, codec, average)
         self._refuse_ended()
         return None
 

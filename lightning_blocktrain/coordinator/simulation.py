@@ -121,6 +121,11 @@ class SimulatedCoordinator:
         return {entry: timeline.ledger.master for entry, timeline in self._timelines.items()}
 
     @property
+    def averages(self) -> dict[str, Params]:
+        """What is read of the entries; see ``Ledger.average``."""
+        return {entry: timeline.ledger.average for entry, timeline in self._timelines.items()}
+
+    @property
     def versions(self) -> dict[str, int]:
         """Version by entry."""
         return {entry: timeline.ledger.version for entry, timeline in self._timelines.items()}

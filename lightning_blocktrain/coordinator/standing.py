@@ -14,7 +14,7 @@ from lightning_blocktrain.coordinator.service import CoordinatorService
 from lightning_blocktrain.rounds import INTERFACE
 from lightning_blocktrain.transport.terms import RunTerms
 
-KEPT_FIELDS = ("buffers", "norms", "arrivals")
+KEPT_FIELDS = ("buffers", "average", "norms", "arrivals")
 """What of a ledger's state outlives the run in which it was taken: no worker of that run sends anything any more."""
 
 

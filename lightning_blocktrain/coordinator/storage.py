@@ -187,6 +187,7 @@ class Storage:
         path = self._path_of(entry, state["version"])
         tensors = {f"master:{name}": tensor for name, tensor in state["master"].items()}
         tensors |= {f"buffer:{name}": tensor for name, tensor in state["buffers"].items()}
+        tensors |= {f"average:{name}": tensor for name, tensor in state["average"].items()}
         contiguous = {name: tensor.cpu().contiguous() for name, tensor in tensors.items()}
         plain = {"names": list(state["master"]), "ledger": {name: state[name] for name in PLAIN_FIELDS}}
         metadata = {"entry": entry, **{name: json.dumps(value) for name, value in plain.items()}}
@@ -249,8 +250,11 @@ def _ledger_state(
     entry: str, tensors: Mapping[str, Tensor], names: list[str], plain: Mapping[str, Any]
 ) -> dict[str, Any]:
     master = {name: tensors[f"master:{name}"] for name in names}
-    buffers = {name: tensors[f"buffer:{name}"] for name in names if f"buffer:{name}" in tensors}
-    return {"entry": entry, "master": master, "buffers": buffers, "accepted": [], **plain}
+    buffers, average = (
+        {name: tensors[f"{kind}:{name}"] for name in names if f"{kind}:{name}" in tensors}
+        for kind in ("buffer", "average")
+    )
+    return {"entry": entry, "master": master, "buffers": buffers, "average": average, "accepted": [], **plain}
 
 
 def _locked(path: Path) -> IO[str]:

@@ -13,8 +13,10 @@ from typing import Any
 
 import lightning as L
 import torch
+from lightning.pytorch.callbacks.weight_averaging import WeightAveraging
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.strategies import Strategy
+from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Subset
 from typing_extensions import override
@@ -27,6 +29,7 @@ from lightning_blocktrain.demo.recipe import Recipe
 from lightning_blocktrain.models import ByteTransformer, DiffusionBlocks
 from lightning_blocktrain.models.base import Batch
 from lightning_blocktrain.models.loading import Model
+from lightning_blocktrain.rounds.average import decay_after
 from lightning_blocktrain.strategies import BlockTrainStrategy
 
 NUM_DRAWS = 16
@@ -65,7 +68,7 @@ def byte_transformer(recipe: Recipe) -> Arm:
     return Arm(
         "byte_transformer",
         "ByteTransformer, blocktrain",
-        lambda: causal_module(recipe, recipe.num_layers, num_blocks=recipe.num_blocks, exits="own"),
+        lambda: causal_module(recipe, recipe.num_layers, num_blocks=recipe.num_blocks, exits="own", lookahead=1),
         lambda: block_strategy(recipe),
     )
 
@@ -104,7 +107,33 @@ def common_arguments(recipe: Recipe) -> dict[str, Any]:
 
 def block_strategy(recipe: Recipe) -> BlockTrainStrategy:
     """Return the strategy of the block-trained arms."""
-    return BlockTrainStrategy(replicas=recipe.replicas, sync_every=recipe.sync_every, network=recipe.network)
+    return BlockTrainStrategy(
+        replicas=recipe.replicas,
+        sync_every=recipe.sync_every,
+        network=recipe.network,
+        average_decay=recipe.average_decay,
+    )
+
+
+class RunningAverage(WeightAveraging):
+    """Gives a control the same running average of its weights as block-trained models have of their masters.
+
+    Args:
+        recipe: Says how often and how far back.
+    """
+
+    def __init__(self, recipe: Recipe) -> None:
+        self._every = recipe.sync_every
+
+        def mix(average: Tensor, newest: Tensor, num_averaged: Tensor | int) -> Tensor:
+            return newest.lerp(average, decay_after(int(num_averaged) + 1, recipe.average_decay))
+
+        super().__init__(avg_fn=mix)
+
+    @override
+    def should_update(self, step_idx: int | None = None, epoch_idx: int | None = None) -> bool:
+        """Return whether a round would end after this step."""
+        return step_idx is not None and (step_idx + 1) % self._every == 0
 
 
 class OptimizerBytes(L.Callback):
@@ -245,6 +274,7 @@ def run_arm(
 def fit_trainer(arm: Arm, recipe: Recipe, callbacks: Sequence[L.Callback], logger: CSVLogger) -> L.Trainer:
     """Return the Trainer of an arm: equal tokens per block, validation at equal numbers of tokens."""
     replicas = recipe.replicas if arm.make_strategy else 1
+    averages = [] if arm.make_strategy or not recipe.average_decay else [RunningAverage(recipe)]
     return L.Trainer(
         accelerator=recipe.accelerator,
         devices=1,
@@ -257,7 +287,7 @@ def fit_trainer(arm: Arm, recipe: Recipe, callbacks: Sequence[L.Callback], logge
         num_sanity_val_steps=0,
         log_every_n_steps=max(1, min(10, recipe.validate_every // replicas)),
         logger=logger,
-        callbacks=list(callbacks),
+        callbacks=[*callbacks, *averages],
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,

@@ -23,6 +23,7 @@ class Recipe:
         batch_size: Windows per batch of each worker.
         replicas: Workers per block.
         sync_every: Inner steps per round.
+        average_decay: Of every model's running average of weights, taken once per round; see ``BlockTrainStrategy``.
         network: Name of the simulated network between the workers.
         lr: Peak learning rate, for every model.
         warmup_steps: Linear warm-up; a cosine follows.
@@ -47,6 +48,7 @@ class Recipe:
     batch_size: int = 16
     replicas: int = 1
     sync_every: int = 10
+    average_decay: float = 0.9
     network: str = "lockstep"
     lr: float = 1e-3
     warmup_steps: int = 20

@@ -34,6 +34,7 @@ from typing import Any
 from torch import Tensor
 
 from lightning_blocktrain.errors import CheckpointMismatchError, LedgerError, explain
+from lightning_blocktrain.rounds.average import move_average
 from lightning_blocktrain.rounds.history import History
 from lightning_blocktrain.rounds.merge import (
     OuterSGD,
@@ -98,6 +99,7 @@ class Ledger:
         self.roster = roster
         self._store = store
         self._master = as_params(master)
+        self._average: Params = dict(self._master) if rules.average_decay else {}
         self._buffers: Params = {}
         self._version = 0
         self._history = History(rules)
@@ -112,6 +114,11 @@ class Ledger:
     def master(self) -> Params:
         """The entry's tensors by name; a close replaces them and never writes to them, so nobody else may."""
         return dict(self._master)
+
+    @property
+    def average(self) -> Params:
+        """The running average of the masters, or the master where the rules want none; like it, nobody writes to it."""
+        return dict(self._average or self._master)
 
     @property
     def version(self) -> int:
@@ -280,6 +287,8 @@ class Ledger:
         replicas = [self._accepted[key] for key in sorted(self._accepted)]
         base = self._master
         merged_norm, note = self._merge(replicas)
+        if self._average:
+            self._average = move_average(self._average, self._master, self._version + 1, self.rules.average_decay)
         report = self._report(replicas, merged_norm, note, opened_at, now)
         norms = [replica.norm for replica in replicas]
         self._history.note_close(self._version, base, self._accepted, norms)
@@ -350,6 +359,7 @@ class Ledger:
             "version": self._version,
             "master": dict(self._master),
             "buffers": dict(self._buffers),
+            "average": dict(self._average),
             **self._history.state_dict(),
             "accepted": [dict(vars(replica)) for _, replica in sorted(self._accepted.items())],
             "answered": sorted(self._answered),
@@ -368,6 +378,8 @@ class Ledger:
         _check_state(state, self.entry, self._master)
         self._master = as_params(state["master"], like=self._master)
         self._buffers = as_params(state["buffers"])
+        if self.rules.average_decay:
+            self._average = as_params(state["average"] or self._master, like=self._master)
         self._version = state["version"]
         self._history.load_state_dict(state, self._master)
         replicas = [_load_replica(kept, self._master) for kept in state["accepted"]]

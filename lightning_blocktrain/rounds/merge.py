@@ -52,6 +52,8 @@ class RoundRules:
         max_staleness: Most rounds that ``stale_weighted`` looks back, 1 or more; so many masters are kept.
         deadline_quantile: In (0, 1]: a round lasts ``DEADLINE_SLACK`` times this quantile of the last arrivals, at most
             ``deadline_s``; None: always ``deadline_s``.
+        average_decay: In [0, 1): most that the running average of an entry's masters keeps of itself per round (see
+            ``average``). It is what others read of the entry; 0: they read the master.
 
     Raises:
         ValueError: If a value is out of range, or ``trimmed_mean`` meets ``weighting="tokens"`` or
@@ -68,6 +70,7 @@ class RoundRules:
     late: LateRule = "drop"
     max_staleness: int = 2
     deadline_quantile: float | None = None
+    average_decay: float = 0.0
 
     def __post_init__(self) -> None:
         _check_above("deadline_s", self.deadline_s, 0.0, "give the seconds a round may last")
@@ -91,6 +94,9 @@ class RoundRules:
         if quantile is not None and not (_is_number(quantile) and 0.0 < quantile <= 1.0):
             got = f"deadline_quantile={quantile!r}"
             raise ValueError(explain("deadline_quantile must be above 0 and at most 1", got, "choose 0.9, or None"))
+        if not (_is_number(self.average_decay) and 0.0 <= self.average_decay < 1.0):
+            got = f"average_decay={self.average_decay!r}"
+            raise ValueError(explain("average_decay must be in [0, 1)", got, "choose 0.9, or 0 for no average"))
         if self.merge == "trimmed_mean" and self.weighting == "tokens":
             rule = "weighting must be 'uniform' with merge='trimmed_mean', since a claimed count would buy influence"
             raise ValueError(explain(rule, "weighting='tokens'", "choose weighting='uniform' or merge='mean'"))

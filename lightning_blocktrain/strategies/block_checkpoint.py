@@ -46,12 +46,17 @@ def worker_states(workers: SimulatedWorkers) -> dict[str, Any]:
     }
 
 
-def own_states(workers: SimulatedWorkers) -> dict[str, Any]:
-    """Return ``worker_states`` between two rounds, without the tensors that are the masters bit for bit."""
+def own_states(workers: SimulatedWorkers, keeps_interface: bool = False) -> dict[str, Any]:
+    """Return ``worker_states`` between two rounds, without the tensors that are the masters bit for bit.
+
+    Args:
+        workers: Of this process.
+        keeps_interface: Whether the interface is to be there in any case.
+    """
     states = worker_states(workers)
     for worker in workers:
         # Without a base nobody knows whether the interface was merged in this round.
-        sure = () if workers.holds_base else workers.interface_names
+        sure = workers.interface_names if keeps_interface or not workers.holds_base else ()
         own = {n: t for n, t in worker.local.items() if n in sure or not torch.equal(t, workers.merged[n])}
         states[worker_key(workers, worker)]["local"] = own
     return states

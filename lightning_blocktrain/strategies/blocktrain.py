@@ -75,7 +75,7 @@ class BlockTrainStrategy(RoundCounters, SingleDeviceStrategy):
 
     With ``devices=1`` ``num_blocks * replicas`` simulated workers train in this process, with ``devices=W`` W worker
     processes on this machine (the script is run again for each), worker w on block ``w mod num_blocks``. Between
-    batches (validation, checkpoints, your callbacks) the module holds the merged masters in the Trainer's own process;
+    batches (validation, checkpoints, your callbacks) the module holds the merged blocks in the Trainer's own process;
     what is written to them there does not reach the workers. In any other process it holds what its worker trains.
 
     Args:
@@ -105,9 +105,12 @@ class BlockTrainStrategy(RoundCounters, SingleDeviceStrategy):
             ``deadline_s``.
         codec: How updates travel: ``fp32``, ``bf16``, ``int8`` or ``topk``, or a ``Codec`` with options; the last
             three with error feedback.
-        prefix_every: Rounds between two fetches of the blocks before its own, where a module declares
-            ``prefix="frozen"``.
+        prefix_every: Rounds between two fetches of the blocks that a block reads beside its own, where a module
+            declares ``prefix="frozen"``.
         prefix_codec: How these travel, and how a worker keeps them: ``bf16``, ``fp32`` or ``int8``.
+        average_decay: The model of a run, and what blocks read of each other, is a running average of each entry's
+            masters over about the last tenth of the rounds, which keeps at most this much of itself per round; 0: the
+            masters themselves; None: 0.9 where blocks read others, else 0.
         prefix_cache: Folder for what blocks read of their batches (the module's ``block_features``), for shards that
             are visited more than once between two fetches; None: it is computed for every batch.
         prefix_cache_gib: Largest size of that folder.
@@ -168,6 +171,7 @@ class BlockTrainStrategy(RoundCounters, SingleDeviceStrategy):
         codec: CodecName | Codec = "fp32",
         prefix_every: int = 1,
         prefix_codec: ValueCodec = "bf16",
+        average_decay: float | None = None,
         prefix_cache: str | Path | None = None,
         prefix_cache_gib: float = 4.0,
         prefix_cache_dtype: FeatureDtype = "bf16",
@@ -213,6 +217,7 @@ class BlockTrainStrategy(RoundCounters, SingleDeviceStrategy):
             local_steps,
             prefix_every,
             as_value_codec("prefix_codec", prefix_codec),
+            average_decay,
         )
         self.cache_settings = CacheSettings(prefix_cache, prefix_cache_gib, prefix_cache_dtype)
         self.limits = MemberSettings(join_timeout_s, reconnect_timeout_s, on_missing_block)

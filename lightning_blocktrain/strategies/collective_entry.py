@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from lightning_blocktrain.rounds import OuterSGD, Params, RoundReport, RoundRules, Verdict
+from lightning_blocktrain.rounds.average import move_average
 from lightning_blocktrain.rounds.history import History
 from lightning_blocktrain.rounds.merge import all_finite, clip_params, delta_norm
 from lightning_blocktrain.strategies.collective_merge import Gather, Header, judge, merge_gathered
@@ -24,6 +25,12 @@ class CollectiveEntry:
         rules: Of the run.
         outer: Of the run.
         closed_at: When the last round closed, seconds on the caller's clock.
+        version: Rounds closed.
+        accepted_tokens: Of all rounds.
+        master: Of who trains it.
+        average: What others read of it; of who trains it.
+        buffers: Of the outer optimizer.
+        report: Of the last round.
     """
 
     name: str
@@ -34,6 +41,7 @@ class CollectiveEntry:
     version: int = 0
     accepted_tokens: int = 0
     master: Params | None = None
+    average: Params = field(default_factory=dict)
     buffers: Params = field(default_factory=dict)
     report: RoundReport | None = None
 
@@ -81,6 +89,12 @@ class CollectiveEntry:
         norm = delta_norm(merged, self.master)
         self.master, self.buffers = master, buffers
         return norm
+
+    def move_average(self) -> None:
+        """Make the new master a part of the running average that others read; a member calls it once per round."""
+        decay, master = self.rules.average_decay, self.master
+        assert master is not None
+        self.average = move_average(self.average, master, self.version + 1, decay) if decay else master
 
     def close(self, headers: Sequence[Header], verdicts: Mapping[int, Verdict], norm: float, now: float) -> None:
         """Note that a round has closed.

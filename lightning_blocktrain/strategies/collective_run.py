@@ -137,7 +137,12 @@ class CollectiveLine(Transport):
 
     @override
     def fetch(
-        self, entry: str, newer_than: int = -1, timeout_s: float = 20.0, codec: Codec | None = None
+        self,
+        entry: str,
+        newer_than: int = -1,
+        timeout_s: float = 20.0,
+        codec: Codec | None = None,
+        average: bool = False,
     ) -> Fetched | None:
         self._refuse_closed()
         if self._groups is None:
@@ -148,7 +153,8 @@ class CollectiveLine(Transport):
         if kept.version > newer_than:
             # What is shown of other blocks is handed over once: a round that merged nothing has nothing to show.
             is_read = codec is not None
-            shown = self._fresh.pop((entry, is_read), {}) if kept.master is None else dict(kept.master)
+            own = kept.average if average else kept.master
+            shown = self._fresh.pop((entry, is_read), {}) if own is None or kept.master is None else dict(own)
             if codec is None:
                 return Fetched(kept.version, shown)
             encoded = encode_values(codec, shown)
@@ -261,7 +267,7 @@ class CollectiveLine(Transport):
             if name in groups:
                 first = self._broadcast(name, kept.name, first, root)
         if self._rank in kept.members:
-            kept.master = first
+            kept.master, kept.average = first, first or {}
         elif first is not None and self._reads(self._rank, kept.name):
             self._keep_fresh(kept, first)
 
@@ -298,6 +304,7 @@ class CollectiveLine(Transport):
         own_norm = self._entries[entry].merge(
             self._rank, params, headers, verdicts[entry], lambda tensor: groups.all_gather(group, tensor)
         )
+        self._entries[entry].move_average()
         now = time.monotonic()
         for kept in closing:
             norm = own_norm if kept.name == entry else math.nan
@@ -310,12 +317,13 @@ class CollectiveLine(Transport):
         return [Header.unpack(row) for row in self._require_groups().all_gather(WORLD, header.pack(self._device))]
 
     def _show(self, kept: CollectiveEntry, norm: float) -> float:
-        """Bring a block's new master from its lowest rank to its readers; return the norm of its step, or nan."""
+        """Bring what is read of a block from its lowest rank to its readers; return the norm of its step, or nan."""
         groups, name = self._require_groups(), _readers(kept.name)
         told = torch.tensor([norm], dtype=torch.float64, device=self._device)
         groups.broadcast(name, told, kept.lowest)
-        if math.isfinite(told.item()) and groups.size(name) > 1:
-            shown = self._broadcast(name, kept.name, kept.master, kept.lowest)
+        is_new = math.isfinite(told.item()) or kept.rules.average_decay > 0
+        if is_new and groups.size(name) > 1:
+            shown = self._broadcast(name, kept.name, kept.average, kept.lowest)
             if self._rank != kept.lowest:
                 self._keep_fresh(kept, shown)
         return told.item()
@@ -335,7 +343,7 @@ class CollectiveLine(Transport):
             self._pass_round()
         for entry, kept in self._entries.items():
             if entry != INTERFACE:
-                whole = self._broadcast(WORLD, entry, kept.master, kept.lowest)
+                whole = self._broadcast(WORLD, entry, kept.average, kept.lowest)
                 if kept.master is None:
                     self._fresh[entry, False] = whole
 

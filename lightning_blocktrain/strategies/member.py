@@ -370,7 +370,7 @@ class Member:
         return RunTerms(
             num_blocks=self._num_blocks,
             sync_every=self.settings.sync_every,
-            rules=self.settings.rules,
+            rules=self.settings.rules_for(self._partition),
             outer=replace(self.settings.outer_optimizer, spared=self._spared),
             interface_every=self.settings.interface_every,
             num_workers=self._num_workers,

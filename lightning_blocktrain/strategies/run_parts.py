@@ -56,7 +56,8 @@ class RunParts:
         held = self._files.hold(run.version, wanted, lambda: _awaited(line.status()), look_up)
         for entry in run.watched:
             if held.get(entry, run.versions[entry]) != run.versions[entry]:
-                run.show(entry, held[entry], self._files.entry_state(entry)["master"])
+                state = self._files.entry_state(entry)
+                run.show(entry, held[entry], state["average"] or state["master"])
 
     def remember(self) -> None:
         """Read what the files hold, for checkpoints that are written when they are gone."""
@@ -78,6 +79,8 @@ class RunParts:
 
     def _of_entry(self, entry: str) -> dict[str, Any]:
         state, merged = self._files.entry_state(entry), self._run.workers.merged
+        if state["average"]:
+            return state  # which the module shows
         # In fp32 the module's own tensors are the master.
         wider = {name: tensor for name, tensor in state["master"].items() if tensor.dtype != merged[name].dtype}
         return {**state, "master": wider}

@@ -1,14 +1,18 @@
 """How a run trains and merges: the strategy's arguments, checked once for all modes."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from lightning_blocktrain.coordinator import NetworkModel, preset_network
 from lightning_blocktrain.errors import explain
+from lightning_blocktrain.partition import Partition
 from lightning_blocktrain.rounds import OuterSGD, RoundRules
 from lightning_blocktrain.rounds.codecs import Codec
 from lightning_blocktrain.rounds.pace import LocalSteps, check_local_steps
 from lightning_blocktrain.rounds.values import check_value_codec
 from lightning_blocktrain.strategies.workers import InnerState
+
+AVERAGE_DECAY = 0.9
+"""The default where blocks read others."""
 
 
 @dataclass(frozen=True)
@@ -30,6 +34,7 @@ class RunSettings:
     local_steps: LocalSteps = "fixed"
     prefix_every: int = 1
     prefix_codec: Codec = field(default_factory=lambda: Codec("bf16"))
+    average_decay: float | None = None
 
     def __post_init__(self) -> None:
         check_local_steps(self.local_steps)
@@ -45,8 +50,15 @@ class RunSettings:
         if self.inner_state not in ("keep", "reset", "average"):
             rule = "inner_state must be 'keep', 'reset' or 'average'"
             raise ValueError(explain(rule, f"inner_state={self.inner_state!r}", "choose one"))
+        replace(self.rules, average_decay=self.average_decay or 0.0)  # refuses what is out of range
         if isinstance(self.network, str):
             self.network_for(num_workers=1, update_bytes=1)  # an unknown name is an error here, not hours later
+
+    def rules_for(self, partition: Partition) -> RoundRules:
+        """Return the rules of a run; blocks that nobody else reads need no average."""
+        reads_others = any(partition.read_by(block_idx) for block_idx in range(partition.num_blocks))
+        usual = AVERAGE_DECAY if reads_others else 0.0
+        return replace(self.rules, average_decay=usual if self.average_decay is None else self.average_decay)
 
     def network_for(self, num_workers: int, update_bytes: int) -> NetworkModel:
         """Return the network model; a preset is calibrated to the deadline and the largest worker's bytes."""

@@ -36,6 +36,7 @@ class SimulatedRun:
         self.tally = Tally()
         self.steps_in_round = 0
         self.workers = SimulatedWorkers(module, partition, settings.replicas, seed)
+        rules = settings.rules_for(partition)
         masters = {block_entry(b): self._merged(names) for b, names in enumerate(self.workers.block_names)}
         if self.workers.interface_names:
             masters[INTERFACE] = self._merged(self.workers.interface_names)
@@ -45,7 +46,7 @@ class SimulatedRun:
         self.coordinator = SimulatedCoordinator(
             masters,
             block_of_worker=[worker.block_idx for worker in self.workers],
-            rules=settings.rules,
+            rules=rules,
             make_outer=lambda: outer,
             network=settings.network_for(len(self.workers), update_bytes),
             seed=seed,
@@ -53,6 +54,7 @@ class SimulatedRun:
             upload_frac=_upload_frac(self._codec, masters),
         )
         self._prefix_codec = replace(settings.prefix_codec, spared=spared)
+        self._has_averages = rules.average_decay > 0
         self._renew_prefix()
 
     @property
@@ -91,6 +93,7 @@ class SimulatedRun:
         masters = self.coordinator.masters
         for report in outcome.reports:
             self.workers.load_masters(masters[report.entry])
+        self._show_averages()
         for worker in self.workers:
             self.workers.fetch(worker, interface_too=shares_interface)
             worker.num_steps = worker.num_tokens = 0
@@ -109,25 +112,30 @@ class SimulatedRun:
         for block_idx in range(self.partition.num_blocks):
             num_readers = sum(block_idx in self.partition.read_by(worker.block_idx) for worker in self.workers)
             if num_readers:
-                master = self.coordinator.masters[block_entry(block_idx)]
-                frozen.take_master(block_idx, version, self._prefix_codec, master)
+                average = self.coordinator.averages[block_entry(block_idx)]
+                frozen.take_master(block_idx, version, self._prefix_codec, average)
                 self.tally.prefix_bytes += num_readers * frozen.bytes_of(block_idx)
 
     @property
     def _reads_prefix(self) -> bool:
         return self.partition.layout.prefix == "frozen"
 
+    def _show_averages(self) -> None:
+        if self._has_averages:
+            for average in self.coordinator.averages.values():
+                self.workers.show_averages(average)
+
     def finish(self) -> None:
         """Merge what a run that was stopped inside a round has not merged; deliver what is still under way.
 
         Weights that somebody else has put into the module stay: a callback's average over the run, for example.
         """
-        if self.steps_in_round and all(self.workers.show(entry) for entry in self.coordinator.masters.values()):
+        if self.steps_in_round and all(self.workers.show(entry) for entry in self.coordinator.averages.values()):
             self.finish_round(final=True)
         self.coordinator.flush()
 
     def assemble(self) -> None:
-        """Do nothing: the module shows all masters whenever no worker acts."""
+        """Do nothing: the module shows all blocks whenever no worker acts."""
 
     def _update_of(self, worker: Worker, shares_interface: bool) -> WorkerRound:
         block = self._sent(worker, block_entry(worker.block_idx), self.workers.block_names[worker.block_idx])
@@ -208,6 +216,10 @@ class SimulatedRun:
         """
         block_checkpoint.refuse_other_shape(state["shape"], self.shape())
         self.coordinator.load_state_dict(state["coordinator"])  # first, since it refuses other tensors by name
+        if self._has_averages:  # else the module's weights are the masters, in its own dtype
+            for master in self.coordinator.masters.values():
+                self.workers.load_masters(master)
+            self._show_averages()
         block_checkpoint.load_worker_states(self.workers, optimizer, param_groups, state["workers"])
         self.steps_in_round = state["steps_in_round"]
         if "prefix" in state:

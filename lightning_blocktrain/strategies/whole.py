@@ -14,8 +14,13 @@ FETCH_TIMEOUT_S = 1.0
 """Every entry has a version at all times: this only bounds a coordinator that says otherwise."""
 
 
-def make_whole(workers: SimulatedWorkers, names_of: Mapping[str, Sequence[str]], line: Transport | None) -> None:
-    """Fetch the newest masters of the blocks that the module does not hold; call it while no worker acts.
+def make_whole(
+    workers: SimulatedWorkers,
+    names_of: Mapping[str, Sequence[str]],
+    line: Transport | None,
+    has_averages: bool = False,
+) -> None:
+    """Fetch the newest version of the blocks that the module does not hold; call it while no worker acts.
 
     The blocks may be of different versions. What cannot be had is NaN from then on, and a warning says so: zeros or
     first values would pass for weights. A worker without a base (``SimulatedWorkers.drop_base``) shows its replica
@@ -25,19 +30,22 @@ def make_whole(workers: SimulatedWorkers, names_of: Mapping[str, Sequence[str]],
         workers: Of this process.
         names_of: Names of the trained tensors by entry.
         line: To the coordinator; None: there is none any more.
+        has_averages: Whether the model is the running averages of the masters, and what this worker trained is to be
+            fetched too.
     """
     cause: object = "the line is closed"
     released = _released(workers, names_of)
-    for entry in names_of if not workers.holds_base else released:
+    others = [entry for entry in names_of if entry not in released]
+    for entry in [*released, *(others if has_averages or not workers.holds_base else [])]:
         try:
-            fetched = None if line is None else line.fetch(entry, -1, FETCH_TIMEOUT_S)
+            fetched = None if line is None else line.fetch(entry, -1, FETCH_TIMEOUT_S, average=True)
         except TransportError as exc:
             cause = exc
             break
         if fetched is not None and entry in released:
             workers.take_back(fetched.params)
         elif fetched is not None:
-            workers.load_masters(fetched.params)
+            workers.show_averages(fetched.params)
     workers.end_training()
     lost = _released(workers, names_of)
     if lost:

@@ -241,7 +241,7 @@ class WorkerRun:
 
     def _renew_prefix(self, wait_s: float) -> None:
         def fetch(entry: str, newer_than: int, codec: Codec) -> Fetched | None:
-            return self._fetch(entry, newer_than, wait_s, codec)
+            return self._fetch(entry, newer_than, wait_s, codec, average=True)
 
         self.tally.prefix_bytes += self._reader.renew(self.version, self._welcome.terms, fetch)
 
@@ -249,7 +249,7 @@ class WorkerRun:
         # The other blocks are only looked at: they arrive while this one trains, and are shown a round later at most.
         assert self._line is not None
         if not self.ended:
-            self._line.expect(entry, self._versions.get(entry, -1))
+            self._line.expect(entry, self._versions.get(entry, -1), average=True)
 
     def assemble(self) -> None:
         """Wait until the module shows every watched block as it was, or newer, when this worker's round began."""
@@ -269,7 +269,8 @@ class WorkerRun:
 
     def make_whole(self) -> None:
         """Let the module hold all blocks again, while the line is open; see ``whole.make_whole``."""
-        make_whole(self.workers, self._names, self._line)
+        has_averages = self._line is not None and self._welcome.terms.rules.average_decay > 0
+        make_whole(self.workers, self._names, self._line, has_averages and not self._assembles)
 
     def detach(self) -> None:
         """Ask the coordinator nothing more."""
@@ -332,25 +333,35 @@ class WorkerRun:
         Raises:
             TransportError: If there was none of its own block or of the interface, and it was worth a wait.
         """
-        fetched = self._fetch(entry, newer_than, wait_s)
+        fetched = self._fetch(entry, newer_than, wait_s, average=entry in self.watched)
         if fetched is None:
             if wait_s > 0.0 and entry not in self.watched and not self.ended:
                 self._refuse_silence(entry, newer_than, wait_s)
             return False
         self.workers.load_masters(fetched.params)
         self._versions[entry] = fetched.version
-        if entry in (self.entry, INTERFACE):
+        if entry not in self.watched:
             self.pace.told(fetched.closes_in_s)
+            self._show_average(entry)
         return True
 
-    def _fetch(self, entry: str, newer_than: int, wait_s: float, codec: Codec | None = None) -> Fetched | None:
+    def _show_average(self, entry: str) -> None:
+        """Let the module show what others read of what this worker trains, where it shows the whole model."""
+        if self._assembles and self._welcome.terms.rules.average_decay:
+            fetched = self._fetch(entry, -1, 0.0, average=True)
+            if fetched is not None:
+                self.workers.show_averages(fetched.params)
+
+    def _fetch(
+        self, entry: str, newer_than: int, wait_s: float, codec: Codec | None = None, average: bool = False
+    ) -> Fetched | None:
         """Return an entry's newest version as soon as it is newer; None: there was none in time, or the run is over."""
         assert self._line is not None
         ends_at = time.monotonic() + wait_s
         while True:
             left_s = max(0.0, ends_at - time.monotonic())
             try:
-                fetched = self._line.fetch(entry, newer_than, min(left_s, SLICE_S), codec)
+                fetched = self._line.fetch(entry, newer_than, min(left_s, SLICE_S), codec, average)
             except RunFailedError:
                 raise
             except RunEndedError as exc:
@@ -405,7 +416,9 @@ class WorkerRun:
 
     def own_states(self) -> dict[str, Any]:
         """Return the worker's own state when a round begins, for a checkpoint that holds the masters as well."""
-        states = block_checkpoint.own_states(self.workers)
+        # A checkpoint that holds averages in the place of the masters cannot give the interface back.
+        keeps_interface = self._welcome.terms.rules.average_decay > 0
+        states = block_checkpoint.own_states(self.workers, keeps_interface)
         return {key: {**state, **self._reader.state_dict(self.version)} for key, state in states.items()}
 
     @property

@@ -2,7 +2,7 @@
 
 A worker owns its replica of one block, its copy of the interface, their optimizer state, gradients and a random
 stream. To act for a worker, the module's tensors are rebound to the worker's storage; nothing is copied. Between
-batches the module's tensors are the merged masters.
+batches the module's tensors are the merged masters, or their running averages where the run has them.
 
 Where the workers of the other blocks live in other processes, the tensors of those blocks are released (``released``).
 Frozen blocks around its own are lent to the worker that acts, from copies (``frozen_blocks``).
@@ -121,6 +121,7 @@ class SimulatedWorkers:
         self._buffer_places = [place for place in _buffer_places(module) if place[0] in self.tensors]
         self.interface_names = [n for n in partition.interface_names if n in self.tensors]
         self.block_names = [[n for n in block if n in self.tensors] for block in partition.block_names]
+        self._averages: dict[str, Tensor] = {}
         self._shares_base = False
         self._workers = [self._new_worker(w, block_idx, seed) for w, block_idx in block_of.items()]
         self.show_merged()
@@ -215,7 +216,7 @@ class SimulatedWorkers:
             owner._buffers[key] = self.tensors[name]
         for name, tensor in self.tensors.items():
             if name in self.merged:
-                tensor.data = self.merged[name]
+                tensor.data = self._averages.get(name, self.merged[name])
             tensor.grad = None
             tensor.requires_grad_(name in self._trainable)
 
@@ -228,6 +229,12 @@ class SimulatedWorkers:
         """Copy merged masters (fp32) into the module's storage and dtype."""
         for name, master in masters.items():
             self.merged[name].copy_(master)
+
+    def show_averages(self, averages: Mapping[str, Tensor]) -> None:
+        """Let the module show these values (fp32) instead of the masters between batches; while no worker acts."""
+        for name, average in averages.items():
+            self._averages[name] = average.to(self.tensors[name], copy=True)
+            self.tensors[name].data = self._averages[name]
 
     def fetch(self, worker: Worker, interface_too: bool) -> None:
         """Start ``worker`` from the masters of its block, and of the interface if that was merged."""

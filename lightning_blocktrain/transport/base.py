@@ -181,7 +181,12 @@ class Transport(ABC):
 
     @abstractmethod
     def fetch(
-        self, entry: str, newer_than: int = -1, timeout_s: float = 20.0, codec: Codec | None = None
+        self,
+        entry: str,
+        newer_than: int = -1,
+        timeout_s: float = 20.0,
+        codec: Codec | None = None,
+        average: bool = False,
     ) -> Fetched | None:
         """Return an entry's newest version as soon as it is newer than ``newer_than``.
 
@@ -190,6 +195,8 @@ class Transport(ABC):
             newer_than: -1 returns what there is at once.
             timeout_s: How long to wait for a newer one, 0 or more and finite.
             codec: How it is to travel; ``spared`` is the run's, whatever it says here. None: as it is.
+            average: Whether what is wanted is not the master but what others read of it: its running average, if the
+                run has one.
 
         Returns:
             The version, or None when there was no newer one in time: ask again.
@@ -199,7 +206,9 @@ class Transport(ABC):
             RequestRefusedError: If the codec can carry no values.
         """
 
-    def expect(self, entry: str, newer_than: int) -> None:  # noqa: B027 - doing nothing is a way to satisfy it
+    def expect(  # noqa: B027 - doing nothing is a way to satisfy it
+        self, entry: str, newer_than: int, average: bool = False
+    ) -> None:
         """Begin to fetch an entry's next version while the worker computes; the next ``fetch`` of it takes it up.
 
         A hint: a transport that has nothing to gain does nothing. A ``fetch`` that does not wait gives what has arrived

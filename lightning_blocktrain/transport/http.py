@@ -132,7 +132,7 @@ class HttpTransport(Transport):
         self._session: aiohttp.ClientSession | None = None
         self._beats: asyncio.Task[None] | None = None
         self._welcome: Welcome | None = None
-        self._expected: dict[str, Future[Fetched | None]] = {}
+        self._expected: dict[tuple[str, bool], Future[Fetched | None]] = {}
         if tls is None and not is_loopback(urlsplit(self.url).hostname or ""):
             warnings.warn(f"{self.url} is plain HTTP: token and weights travel readable. Use https.", stacklevel=2)
 
@@ -155,36 +155,41 @@ class HttpTransport(Transport):
 
     @override
     def fetch(
-        self, entry: str, newer_than: int = -1, timeout_s: float = 20.0, codec: Codec | None = None
+        self,
+        entry: str,
+        newer_than: int = -1,
+        timeout_s: float = 20.0,
+        codec: Codec | None = None,
+        average: bool = False,
     ) -> Fetched | None:
         if not 0 <= timeout_s < float("inf"):
             raise ValueError(explain("timeout_s must be finite", f"timeout_s={timeout_s}", "give seconds, 0 or more"))
         ends_at = time.monotonic() + timeout_s
-        if codec is None and entry in self._expected:
-            fetched = self._take_expected(entry, newer_than, timeout_s)
-            if fetched is not None or entry in self._expected:
+        if codec is None and (entry, average) in self._expected:
+            fetched = self._take_expected(entry, average, newer_than, timeout_s)
+            if fetched is not None or (entry, average) in self._expected:
                 return fetched
         while True:
             left_s = max(0.0, ends_at - time.monotonic())
             wait_s = min(left_s, POLL_S)
-            fetched = self._run(f"fetch {entry}", partial(self._download, entry, newer_than, wait_s, codec))
+            fetched = self._run(f"fetch {entry}", partial(self._download, entry, newer_than, wait_s, codec, average))
             if fetched is not None or left_s <= wait_s:
                 return fetched
 
     @override
-    def expect(self, entry: str, newer_than: int) -> None:
-        if entry not in self._expected:
-            attempt = partial(self._download, entry, newer_than, POLL_S)
-            self._expected[entry] = self._thread.start(lambda: self._try_again(f"fetch {entry}", attempt))
+    def expect(self, entry: str, newer_than: int, average: bool = False) -> None:
+        if (entry, average) not in self._expected:
+            attempt = partial(self._download, entry, newer_than, POLL_S, None, average)
+            self._expected[entry, average] = self._thread.start(lambda: self._try_again(f"fetch {entry}", attempt))
 
-    def _take_expected(self, entry: str, newer_than: int, timeout_s: float) -> Fetched | None:
+    def _take_expected(self, entry: str, average: bool, newer_than: int, timeout_s: float) -> Fetched | None:
         try:
-            fetched = self._expected[entry].result(timeout_s)
+            fetched = self._expected[entry, average].result(timeout_s)
         except TimeoutError:
             return None  # still under way
         except (TransportError, CancelledError):
             fetched = None  # whoever asks again hears of it
-        del self._expected[entry]
+        del self._expected[entry, average]
         return fetched if fetched is not None and fetched.version > newer_than else None
 
     @override
@@ -247,9 +252,13 @@ class HttpTransport(Transport):
                 await _refuse_bad(answer)
                 return await _json_of(answer)
 
-    async def _download(self, entry: str, newer_than: int, wait_s: float, codec: Codec | None = None) -> Fetched | None:
+    async def _download(
+        self, entry: str, newer_than: int, wait_s: float, codec: Codec | None = None, average: bool = False
+    ) -> Fetched | None:
         loop = asyncio.get_running_loop()
         query = {"newer_than": str(newer_than), "wait_s": f"{wait_s:.3f}", **({} if codec is None else codec.meta)}
+        if average:
+            query["average"] = "1"
         headers = {}
         if self._welcome is not None:
             headers[WORKER_HEADER] = f"{self._welcome.worker_id}/{self._welcome.incarnation}"

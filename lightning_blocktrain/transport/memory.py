@@ -96,13 +96,18 @@ class MemoryTransport(Transport):
 
     @override
     def fetch(
-        self, entry: str, newer_than: int = -1, timeout_s: float = 20.0, codec: Codec | None = None
+        self,
+        entry: str,
+        newer_than: int = -1,
+        timeout_s: float = 20.0,
+        codec: Codec | None = None,
+        average: bool = False,
     ) -> Fetched | None:
         ends_at = time.monotonic() + timeout_s
         while True:
             with self._admitted() as desk:
                 sender = None if self._welcome is None else self._welcome.sender
-                found = desk.service.fetch(entry, newer_than, self._hub.clock(), sender, codec)
+                found = desk.service.fetch(entry, newer_than, self._hub.clock(), sender, codec, average)
                 seen, closes_in_s = desk.news, desk.service.closes_in_s(sender, self._hub.clock())
             if found is not None:
                 own = {name: tensor.clone() for name, tensor in found.tensors.items()}

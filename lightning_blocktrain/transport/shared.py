@@ -105,9 +105,14 @@ class SharedTransport(Transport):
 
     @override
     def fetch(
-        self, entry: str, newer_than: int = -1, timeout_s: float = 20.0, codec: Codec | None = None
+        self,
+        entry: str,
+        newer_than: int = -1,
+        timeout_s: float = 20.0,
+        codec: Codec | None = None,
+        average: bool = False,
     ) -> Fetched | None:
-        return self._line_of(entry).fetch(entry, newer_than, timeout_s, codec)
+        return self._line_of(entry).fetch(entry, newer_than, timeout_s, codec, average)
 
     @override
     def submit(self, entry: str, submission: Submission) -> Receipt:

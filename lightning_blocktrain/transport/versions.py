@@ -3,7 +3,7 @@
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 
-PROTOCOL = 2
+PROTOCOL = 3
 """Grows when a worker of one version can no longer talk to a coordinator of another."""
 RUN_HEADER = "BlockTrain-Run"
 """The run that a request is for."""

@@ -44,6 +44,8 @@ PIECE_BYTES = 2**20
 """Most bytes of a tensor that one piece holds."""
 MAX_HEADER_BYTES = 2**20
 MAX_TENSOR_HEADER_BYTES = 2**23
+RESERVED_NAME = "__metadata__"
+"""What safetensors keeps for itself."""
 MAX_NAME_CHARS = 512
 MAX_DIMS = 16
 
@@ -97,8 +99,11 @@ def refuse_name(name: object) -> None:
         WireError: Naming it.
     """
     fits = isinstance(name, str) and 0 < len(name) <= MAX_NAME_CHARS and name.isprintable()
-    if not isinstance(name, str) or not fits or "/" in name or "\\" in name or ".." in name or name == "__metadata__":
-        rule = f"a tensor name must be printable, of 1 to {MAX_NAME_CHARS} characters, without / or \\ or .."
+    if not isinstance(name, str) or not fits or "/" in name or "\\" in name or ".." in name or name == RESERVED_NAME:
+        rule = (
+            f"a tensor name must be printable, of 1 to {MAX_NAME_CHARS} characters, without / or \\ or .., "
+            f"and not {RESERVED_NAME}"
+        )
         raise WireError(explain(rule, f"name={name!r:.80}", "rename the submodule"))
 
 
@@ -315,7 +320,7 @@ def _read_tensors(body: memoryview) -> dict[str, Tensor]:
     if num_text_bytes > MAX_TENSOR_HEADER_BYTES or data_begin > len(body) or num_text_bytes % ALIGNMENT:
         _refuse(f"the tensor header claims {num_text_bytes} bytes")
     entries = _json_object(body[LENGTH.size : data_begin], "the tensor header")
-    entries.pop("__metadata__", None)  # the format allows it; nothing of ours is in it
+    entries.pop(RESERVED_NAME, None)  # the format allows it; nothing of ours is in it
     slots = sorted((_slot(name, entry) for name, entry in entries.items()), key=lambda slot: (slot.begin, slot.end))
     data = body[data_begin:]
     ends = [0, *(slot.end for slot in slots)]

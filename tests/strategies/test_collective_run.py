@@ -53,11 +53,12 @@ def adamw(modules: Any) -> list[torch.optim.Optimizer]:
     ("make", "interface_every", "rules", "num_ranks", "prefix"),
     [
         (ThreeBlocks, 1, RoundRules(deadline_s=50.0), 6, {}),
-        (OnFrozenPrefix, 2, RoundRules(deadline_s=50.0, clip_norm=0.2), 6, {}),
+        (OnFrozenPrefix, 2, RoundRules(deadline_s=50.0, clip_norm=0.2, average_decay=0.9), 6, {}),
         (OnFrozenStem, 1, RoundRules(deadline_s=50.0), 6, {"prefix_every": 3, "prefix_codec": Codec("int8", block=16)}),
         (OnFrozenPrefix, 1, RoundRules(deadline_s=50.0), 6, {"prefix_every": 2, "prefix_codec": Codec("fp32")}),
-        (LookingAhead, 1, RoundRules(deadline_s=50.0), 6, {"prefix_every": 2}),
+        (LookingAhead, 1, RoundRules(deadline_s=50.0, average_decay=0.5), 6, {"prefix_every": 2}),
         (ThreeBlocks, 2, RoundRules(deadline_s=50.0, outlier_factor=1.5, min_replicas=2), 6, {}),
+        (OnFrozenPrefix, 1, RoundRules(50.0, outlier_factor=1.5, min_replicas=2, average_decay=0.9), 6, {}),
         (ThreeBlocks, 1, TRIMMED, 9, {}),
     ],
 )
@@ -68,6 +69,7 @@ def test_collective_run_equals_the_simulator_bit_for_bit(
     data = list(batches(num_ranks * SYNC_EVERY * num_rounds))
     module = seeded(make)
     options = {"replicas": num_ranks // BLOCKS, "interface_every": interface_every, "rules": rules, **prefix}
+    options["average_decay"] = rules.average_decay
     parts = cut(module, declared_layout(module), BLOCKS)
     simulated = SimulatedRun(module, parts, settings(**options), SEED)
     optimizer = torch.optim.AdamW(module.parameters(), lr=0.05)

@@ -342,24 +342,33 @@ class Watching(L.Callback):
 
 @pytest.mark.parametrize("network", ["lockstep", "wan"])
 @pytest.mark.parametrize("prefix_every", [1, 3])
-def test_simulated_workers_read_the_masters_of_every_nth_round(
-    make_trainer: Any, network: str, prefix_every: int
+@pytest.mark.parametrize("average_decay", [None, 0.0])
+def test_simulated_workers_read_the_averages_of_every_nth_round(
+    make_trainer: Any, network: str, prefix_every: int, average_decay: float | None
 ) -> None:
     watching = Watching()
     masters: list[Any] = []
+    averages: list[Any] = []
 
     class Masters(L.Callback):
         def on_train_batch_start(self, trainer: L.Trainer, *args: Any) -> None:
             masters.append(trainer.strategy.run.coordinator.masters)
+            averages.append(trainer.strategy.run.coordinator.averages)
 
-    strategy = BlockTrainStrategy(sync_every=1, replicas=2, network=network, prefix_every=prefix_every)
+    strategy = BlockTrainStrategy(
+        sync_every=1, replicas=2, network=network, prefix_every=prefix_every, average_decay=average_decay
+    )
     trainer = make_trainer(strategy, max_steps=8, callbacks=[watching, Masters()])
     fit(seeded(Stacked), trainer, loader(96))
     assert watching.versions == [{step - step % prefix_every} for step in range(8)]
     for step, copies in enumerate(watching.copies):
-        fetched = masters[step - step % prefix_every]
+        fetched = averages[step - step % prefix_every]
         for block_idx, tensors in copies.items():
             assert_same(tensors, encode_values(BF16, fetched[f"block{block_idx}"]).tensors)
+    is_master = [
+        torch.equal(a["block0"][n], m["block0"][n]) for a, m in zip(averages, masters, strict=True) for n in m["block0"]
+    ]
+    assert all(is_master) if average_decay == 0.0 else not all(is_master[-2:])
 
 
 def test_fp32_prefix_of_every_round_is_the_run_on_the_live_masters(

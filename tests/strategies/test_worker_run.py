@@ -104,6 +104,7 @@ def settings(**changes: Any) -> RunSettings:
         "rules": RULES,
         "outer_optimizer": OUTER,
         "network": "lockstep",
+        "average_decay": 0.0,
     }
     return RunSettings(**{**given, **changes})
 
@@ -201,19 +202,19 @@ def batches(num: int) -> Iterator[list[Tensor]]:
 
 
 @pytest.mark.parametrize(
-    ("make", "interface_every", "codec", "prefix_every", "prefix_codec"),
+    ("make", "interface_every", "codec", "prefix_every", "prefix_codec", "average_decay"),
     [
-        (ThreeBlocks, 1, Codec("fp32"), 1, Codec("bf16")),
-        (ThreeBlocks, 2, Codec("fp32"), 1, Codec("bf16")),
-        (OnFrozenPrefix, 1, Codec("fp32"), 1, Codec("fp32")),
-        (OnFrozenPrefix, 1, Codec("fp32"), 1, Codec("bf16")),
-        (OnFrozenStem, 2, Codec("fp32"), 3, Codec("bf16")),
-        (OnFrozenPrefix, 1, Codec("bf16"), 3, Codec("int8", block=16)),
-        (OnFrozenStem, 1, Codec("fp32"), 1, Codec("int8")),
-        (LookingAhead, 1, Codec("fp32"), 1, Codec("bf16")),
-        (LookingAhead, 2, Codec("bf16"), 3, Codec("int8", block=16)),
-        (ThreeBlocks, 2, Codec("int8", block=16), 1, Codec("bf16")),
-        (ThreeBlocks, 1, Codec("topk", top_frac=0.1), 1, Codec("bf16")),
+        (ThreeBlocks, 1, Codec("fp32"), 1, Codec("bf16"), 0.0),
+        (ThreeBlocks, 2, Codec("fp32"), 1, Codec("bf16"), 0.9),
+        (OnFrozenPrefix, 1, Codec("fp32"), 1, Codec("fp32"), 0.0),
+        (OnFrozenPrefix, 1, Codec("fp32"), 1, Codec("bf16"), 0.9),
+        (OnFrozenStem, 2, Codec("fp32"), 3, Codec("bf16"), 0.9),
+        (OnFrozenPrefix, 1, Codec("bf16"), 3, Codec("int8", block=16), 0.0),
+        (OnFrozenStem, 1, Codec("fp32"), 1, Codec("int8"), 0.0),
+        (LookingAhead, 1, Codec("fp32"), 1, Codec("bf16"), 0.2),
+        (LookingAhead, 2, Codec("bf16"), 3, Codec("int8", block=16), 0.9),
+        (ThreeBlocks, 2, Codec("int8", block=16), 1, Codec("bf16"), 0.0),
+        (ThreeBlocks, 1, Codec("topk", top_frac=0.1), 1, Codec("bf16"), 0.0),
     ],
 )
 @pytest.mark.parametrize("kind", ["memory", "http"])
@@ -224,6 +225,7 @@ def test_worker_run_lockstep_equals_the_simulator_bit_for_bit(
     codec: Codec,
     prefix_every: int,
     prefix_codec: Codec,
+    average_decay: float,
 ) -> None:
     num_workers, num_rounds = BLOCKS * REPLICAS, 5
     data = list(batches(num_workers * SYNC_EVERY * num_rounds))
@@ -231,13 +233,15 @@ def test_worker_run_lockstep_equals_the_simulator_bit_for_bit(
     module = seeded(make)
     optimizer = torch.optim.AdamW(module.parameters(), lr=0.05)
     parts = cut(module, declared_layout(module), BLOCKS)
-    agreed = {
+    agreed: dict[str, Any] = {
         "interface_every": interface_every,
         "codec": codec,
         "prefix_every": prefix_every,
         "prefix_codec": prefix_codec,
     }
-    simulated = SimulatedRun(module, parts, settings(replicas=REPLICAS, **agreed), SEED)
+    usual = settings(replicas=REPLICAS, average_decay=average_decay, **agreed)
+    agreed["rules"] = usual.rules_for(parts)
+    simulated = SimulatedRun(module, parts, usual, SEED)
     torch.manual_seed(4)
     for step in range(SYNC_EVERY * num_rounds):
         for worker in simulated.workers:
