@@ -20,7 +20,7 @@ def decay_after(num_rounds: int, limit: float) -> float:
 
 
 def move_average(average: Params, master: Params, num_rounds: int, limit: float) -> Params:
-    """Return the average with one more master in it; tensors that are not floating are the master's.
+    """Return the average with one more master in it, in memory of its own; what is not floating is the master's.
 
     Args:
         average: Of the masters before.
@@ -30,6 +30,6 @@ def move_average(average: Params, master: Params, num_rounds: int, limit: float)
     """
     kept = decay_after(num_rounds, limit)
     return {
-        name: tensor.lerp(average[name], kept) if tensor.is_floating_point() else tensor
+        name: tensor.lerp(average[name], kept) if tensor.is_floating_point() else tensor.clone()
         for name, tensor in master.items()
     }

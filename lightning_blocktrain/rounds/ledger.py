@@ -99,7 +99,7 @@ class Ledger:
         self.roster = roster
         self._store = store
         self._master = as_params(master)
-        self._average: Params = dict(self._master) if rules.average_decay else {}
+        self._average: Params = as_params(master) if rules.average_decay else {}
         self._buffers: Params = {}
         self._version = 0
         self._history = History(rules)

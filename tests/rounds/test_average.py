@@ -32,11 +32,11 @@ def test_average_leaves_its_arguments_alone_and_takes_counts_as_they_are() -> No
     assert torch.equal(average["w"], torch.zeros(2)) and torch.equal(master["w"], torch.ones(2))
 
 
-def ledger(decay: float) -> Ledger:
+def ledger(decay: float, **more: torch.Tensor) -> Ledger:
     roster = Roster("run", "token")
     roster.join(0, 0)
     rules = RoundRules(deadline_s=10.0, average_decay=decay)
-    return Ledger("block0", {"w": torch.zeros(3)}, rules, OuterSGD(), roster)
+    return Ledger("block0", {"w": torch.zeros(3), **more}, rules, OuterSGD(), roster)
 
 
 def close(kept: Ledger, value: float | None) -> None:
@@ -66,6 +66,13 @@ def test_ledger_averages_its_masters_and_a_lost_round_counts_too() -> None:
         expected = master + min(0.5, n / (n + FRESH)) * (expected - master)
         assert kept.average["w"] == pytest.approx(expected)
     assert kept.version == 4 and float(kept.master["w"][0]) == 2.0
+
+
+def test_ledgers_average_shares_no_memory_with_its_master() -> None:
+    kept = ledger(0.5, count=torch.tensor(3))
+    for value in (None, None):
+        assert all(kept.average[name].data_ptr() != tensor.data_ptr() for name, tensor in kept.master.items())
+        close(kept, value)
 
 
 def test_ledger_without_an_average_shows_its_master_and_keeps_nothing() -> None:

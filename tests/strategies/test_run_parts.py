@@ -1,6 +1,7 @@
 """Checkpoints of several workers: what one process gathers from the others' files, resumed and compared bit for bit."""
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +28,11 @@ from lightning_blocktrain.transport.memory import MemoryHub, MemoryTransport
 from tests.strategies.conftest import assert_same, seeded
 from tests.strategies.test_worker_run import (
     BLOCKS,
+    RULES,
     SEED,
     SYNC_EVERY,
     Clock,
+    LookingAhead,
     OnFrozenPrefix,
     OnFrozenStem,
     ThreeBlocks,
@@ -40,6 +43,7 @@ from tests.strategies.test_worker_run import (
 )
 
 NUM_WORKERS, NUM_ROUNDS, SAVED_AT = 6, 7, 3
+AVERAGED = replace(RULES, average_decay=0.9)
 DATA = list(batches(NUM_WORKERS * SYNC_EVERY * NUM_ROUNDS))
 
 
@@ -146,15 +150,25 @@ def whole_run(folder: Path, interface_every: int, **options: Any) -> dict[str, A
         {"make": OnFrozenStem, "drops_base": True},
         {"make": OnFrozenPrefix, "prefix_every": 4},
         {"make": OnFrozenStem, "prefix_every": 2, "prefix_codec": Codec("int8"), "drops_base": True},
+        {"rules": AVERAGED},
+        {"make": LookingAhead, "prefix_every": 4, "rules": AVERAGED, "drops_base": True},
     ],
-    ids=["base", "no base", "prefix", "stale prefix", "stale prefix, no base"],
+    ids=[
+        "base",
+        "no base",
+        "prefix",
+        "stale prefix",
+        "stale prefix, no base",
+        "average",
+        "average, lookahead, no base",
+    ],
 )
 def test_scenario_32_resumed_workers_equal_the_uninterrupted_run(
     tmp_path: Path, interface_every: int, ahead: bool, options: dict[str, Any]
 ) -> None:
     """What a stale prefix was read from is part of the state: the masters of its version are gone."""
     expected = whole_run(tmp_path / "whole", interface_every)
-    expected = whole_run(tmp_path / "same", interface_every, **options) if "make" in options else expected
+    expected = whole_run(tmp_path / "same", interface_every, **options) if options.keys() - {"drops_base"} else expected
     run = Run(tmp_path / "first", interface_every, **options)
     run.train_rounds(0, SAVED_AT - 1)
     for worker_id in range(NUM_WORKERS):
