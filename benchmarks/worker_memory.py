@@ -8,16 +8,16 @@ Every arm runs in processes of its own, with the same batch and window; a thread
   per parameter (weights, gradients, AdamW) is A: activations, and whatever a process needs to train at all.
 * ``whole``: a causal model of all layers under Lightning's default strategy.
 * ``workers``: a denoising model of all layers under ``blocktrain`` with one process per block.
-* ``prefix``: a causal model of all layers under ``blocktrain``, whose blocks read the frozen blocks before them; of it
-  the last block's worker counts, which reads most.
+* ``prefix``: a causal model of all layers under ``blocktrain``, whose blocks read the frozen blocks before them, and
+  with ``--lookahead`` those after them; of it the worker counts that holds most of them.
 
 The target of a worker that is not rank 0 is that its peak is above its base by at most 1.1 times
 (16, or 16 + 4 + 4 with a lossy codec) bytes per parameter of its block and the interface, plus A. Base is what the
 process has after imports and data set-up. 16 bytes are as above, 4 the base copy that a lossy codec needs, 4 the error
-feedback. The last block's worker on a prefix has beside them, per value of it, what the prefix codec says (2 in bf16),
-and the values of one layer in fp32 while they are decoded. Rank 0 assembles the model and is shown apart. PSS counts a
-page of a library in parts when processes share it, so it moves when another one ends; USS, the pages that no other
-process has, is printed as a check.
+feedback. A worker on frozen blocks has beside them, per value, what the prefix codec says (2 in bf16), 4 more for
+blocks after its own, and the values of one layer in fp32 while they are decoded. Rank 0 assembles the model and is
+shown apart. PSS counts a page of a library in parts when processes share it, so it moves when another one ends; USS,
+the pages that no other process has, is printed as a check.
 """
 
 import argparse
@@ -30,7 +30,7 @@ import sys
 import tempfile
 import threading
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -45,7 +45,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import lightning_blocktrain.transport.http  # noqa: F401  # otherwise a worker would import it after its base
 from lightning_blocktrain import BlockTrainStrategy, ByteTransformer, DiffusionBlocks
 from lightning_blocktrain.errors import explain
-from lightning_blocktrain.partition import as_layout, partition
+from lightning_blocktrain.partition import Partition, as_layout, partition
 from lightning_blocktrain.protocols import SupportsBlocks
 
 ROOT = Path(__file__).parents[1]
@@ -55,12 +55,14 @@ TRAIN_BYTES, BASE_COPY_BYTES, FEEDBACK_BYTES = 16, 4, 4
 """Per parameter: weight, gradient and two moments; the copy that the round started from; what a codec owes."""
 PREFIX_BYTES = {"bf16": 2.0, "int8": 1.0 + 4.0 / 256.0, "fp32": 4.0}
 """Per value of a frozen prefix, by codec."""
+AHEAD_BYTES = 4
+"""Per value of a block after the worker's own, beside: it is wide for as long as a step lasts."""
 DECODED_BYTES = 8
 """Per value of the one layer that is being decoded."""
 ARMS = ("block", "whole", "workers", "prefix")
 OURS = ("workers", "prefix")
 SIZES = ("width", "layers_per_block", "num_blocks", "num_heads", "window_bytes")
-PASSED_ON = (*SIZES, "batch_size", "steps", "sync_every", "codec", "prefix_codec")
+PASSED_ON = (*SIZES, "batch_size", "steps", "sync_every", "codec", "prefix_codec", "lookahead")
 TIMEOUT_S = 3600.0
 
 
@@ -115,8 +117,8 @@ def make_module(arm: str, args: argparse.Namespace) -> L.LightningModule:
     num_layers = args.layers_per_block * (1 if arm == "block" else args.num_blocks)
     if arm == "workers":
         return DiffusionBlocks(num_layers, args.num_blocks, args.width, args.num_heads, args.window_bytes)
-    num_blocks = args.num_blocks if arm == "prefix" else 1
-    return ByteTransformer(num_layers, args.width, args.num_heads, args.window_bytes, num_blocks=num_blocks)
+    options = {"num_blocks": args.num_blocks, "lookahead": args.lookahead} if arm == "prefix" else {"num_blocks": 1}
+    return ByteTransformer(num_layers, args.width, args.num_heads, args.window_bytes, **options)
 
 
 def make_trainer(arm: str, args: argparse.Namespace) -> L.Trainer:
@@ -200,7 +202,8 @@ def report_of(found: dict[str, list[dict[str, Any]]], args: argparse.Namespace) 
     """
     _check_finished(found, args.num_blocks)
     above = {arm: [_above(process) for process in processes] for arm, processes in found.items()}
-    sizes, _, worker_params = _last_worker(make_module("workers", args), args.num_blocks)
+    parts, sizes = _parts_of(make_module("workers", args), args.num_blocks)
+    worker_params = _num_trained(parts, sizes, args.num_blocks - 1)
     extra, per_param = _extra_bytes(found, args), _bytes_per_param(args)
     rank_zero, *workers = sorted(above["workers"], key=lambda process: process["rank"])
     most = max(process["pss"] for process in workers)
@@ -222,13 +225,15 @@ def report_of(found: dict[str, list[dict[str, Any]]], args: argparse.Namespace) 
     }
 
 
-def _last_worker(module: L.LightningModule, num_blocks: int) -> tuple[dict[str, int], int, int]:
-    """Return the sizes by name, and how many values the last block's worker reads, and trains."""
+def _parts_of(module: L.LightningModule, num_blocks: int) -> tuple[Partition, dict[str, int]]:
+    """Return how the module is cut, and the sizes of its parameters by name."""
     assert isinstance(module, SupportsBlocks)
     parts = partition(module, as_layout(module.configure_blocks()), num_blocks)
-    sizes = {name: parameter.numel() for name, parameter in module.named_parameters()}
-    before = sum(sizes.get(name, 0) for names in parts.block_names[:-1] for name in names)
-    return sizes, before, sum(sizes.get(name, 0) for name in (*parts.block_names[-1], *parts.interface_names))
+    return parts, {name: parameter.numel() for name, parameter in module.named_parameters()}
+
+
+def _num_trained(parts: Partition, sizes: Mapping[str, int], block_idx: int) -> int:
+    return sum(sizes.get(name, 0) for name in (*parts.block_names[block_idx], *parts.interface_names))
 
 
 def _extra_bytes(found: dict[str, list[dict[str, Any]]], args: argparse.Namespace) -> int:
@@ -242,26 +247,40 @@ def _bytes_per_param(args: argparse.Namespace) -> int:
 
 
 def report_on_prefix(found: dict[str, list[dict[str, Any]]], args: argparse.Namespace) -> dict[str, Any]:
-    """Return what the last block's worker takes on its frozen prefix, and what it may take; arms block and prefix.
+    """Return what the worker takes that reads most of frozen blocks, and what it may take; arms block and prefix.
+
+    Rank 0, which assembles the model, is none of them.
 
     Raises:
         RuntimeError: If a process has not taken all steps, so that its memory says nothing.
     """
     _check_finished({arm: found[arm] for arm in ("block", "prefix")}, args.num_blocks)
-    module = make_module("prefix", args)
-    sizes, prefix_params, params = _last_worker(module, args.num_blocks)
+    parts, sizes = _parts_of(make_module("prefix", args), args.num_blocks)
     layer_params = sum(size for name, size in sizes.items() if name.startswith("layers.0."))
-    [last] = [_above(process)["pss"] for process in found["prefix"] if process["rank"] == args.num_blocks - 1]
-    formula = _bytes_per_param(args) * params + PREFIX_BYTES[args.prefix_codec] * prefix_params
+    block_params = [sum(sizes.get(name, 0) for name in names) for names in parts.block_names]
+
+    def read(blocks: Iterable[int]) -> int:
+        return sum(block_params[block_idx] for block_idx in blocks)
+
+    def frozen_bytes(block_idx: int) -> float:
+        ahead = AHEAD_BYTES * read(parts.blocks_after(block_idx))
+        return PREFIX_BYTES[args.prefix_codec] * read(parts.read_by(block_idx)) + ahead
+
+    reader = max(range(1, args.num_blocks), key=frozen_bytes)
+    params = _num_trained(parts, sizes, reader)
+    [taken] = [_above(process)["pss"] for process in found["prefix"] if process["rank"] == reader]
+    formula = _bytes_per_param(args) * params + frozen_bytes(reader)
     limit = formula + DECODED_BYTES * layer_params + FACTOR * _extra_bytes(found, args)
     return {
         "params_of_block_and_interface": params,
-        "params_of_prefix": prefix_params,
+        "rank": reader,
+        "params_of_prefix": read(parts.blocks_before(reader)),
+        "params_of_lookahead": read(parts.blocks_after(reader)),
         "formula_bytes": formula,
-        "worker_bytes": last,
-        "left_over_bytes": last - formula,
+        "worker_bytes": taken,
+        "left_over_bytes": taken - formula,
         "limit_bytes": limit,
-        "within": last <= limit,
+        "within": taken <= limit,
     }
 
 
@@ -286,7 +305,7 @@ def print_table(report: dict[str, Any]) -> None:
     names = {"block": "causal, one block's layers, default", "whole": "causal, all layers, default"}
     for arm, processes in report["above_base"].items():
         for above, process in zip(processes, report["processes"][arm], strict=True):
-            shape = "on frozen prefixes" if arm == "prefix" else "denoising"
+            shape = "on frozen blocks" if arm == "prefix" else "denoising"
             role = ", assembles" if above["rank"] == 0 else ""
             name = names.get(arm, f"blocktrain, {shape}, rank {above['rank']}{role}")
             numbers = above["pss"], above["uss"], process["base"]["pss"]
@@ -300,8 +319,9 @@ def print_table(report: dict[str, Any]) -> None:
     )
     found = report["on_prefix"]
     print(
-        f"worker on a prefix {found['worker_bytes'] / MIB:.1f} MiB; formula {found['formula_bytes'] / MIB:.1f}"
-        f" = {per_param} B * {found['params_of_block_and_interface']:,} + prefix of {found['params_of_prefix']:,};"
+        f"rank {found['rank']} on frozen blocks {found['worker_bytes'] / MIB:.1f} MiB; formula"
+        f" {found['formula_bytes'] / MIB:.1f} = {per_param} B * {found['params_of_block_and_interface']:,} + prefix of"
+        f" {found['params_of_prefix']:,} + lookahead of {found['params_of_lookahead']:,};"
         f" left over {found['left_over_bytes'] / MIB:.1f}; limit {found['limit_bytes'] / MIB:.1f}"
     )
 
@@ -320,6 +340,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--sync-every", type=int, default=2)
     parser.add_argument("--codec", default="fp32", help="fp32, bf16, int8 or topk")
     parser.add_argument("--prefix-codec", default="bf16", choices=sorted(PREFIX_BYTES))
+    parser.add_argument("--lookahead", type=int, default=0, help="of the causal model")
     parser.add_argument("--json", type=Path, help="write the report here")
     parser.add_argument("--arm", choices=ARMS, help=argparse.SUPPRESS)
     parser.add_argument("--out", type=Path, help=argparse.SUPPRESS)

@@ -157,8 +157,9 @@ class FeatureCache:
         try:
             with safe_open(path, framework="pt") as file:
                 dtypes = file.metadata()
+                # Copied: a kernel may sum in another order where a tensor does not begin at a whole vector of memory.
                 tensors = tuple(
-                    file.get_tensor(str(idx)).to(device, getattr(torch, dtypes[str(idx)]))
+                    file.get_tensor(str(idx)).to(device, getattr(torch, dtypes[str(idx)]), copy=True)
                     for idx in range(len(dtypes) - 1)
                 )
         except (OSError, SafetensorError, KeyError, TypeError, AttributeError):

@@ -63,6 +63,22 @@ def test_worker_memory_on_a_prefix_is_the_formula_of_the_last_block(prefix_codec
     assert report["within"] is (over < 0)
 
 
+def test_worker_memory_with_lookahead_is_of_the_worker_that_holds_most():
+    args = worker_memory.parse(["--quick", "--lookahead", "1"])
+    args.num_blocks = 3
+    model, one = worker_memory.make_module("prefix", args), worker_memory.make_module("block", args)
+    layer, stem = sum(parameter.numel() for parameter in model.layers[0].parameters()), model.embed.weight.numel()
+    readout = sum(parameter.numel() for parameter in model.readout.parameters())
+    found = {
+        "block": [process(0, 0, 16 * sum(parameter.numel() for parameter in one.parameters()))],
+        "prefix": [process(0, 0, 10**9), process(1, 0, 777), process(2, 0, 10**9)],
+    }
+    report = worker_memory.report_on_prefix(found, args)
+    assert (report["rank"], report["worker_bytes"]) == (1, 777)
+    assert report["formula_bytes"] == 16 * (layer + readout) + 2 * (layer + stem) + 6 * layer
+    assert (report["params_of_prefix"], report["params_of_lookahead"]) == (layer + stem, layer)
+
+
 @pytest.mark.parametrize("ended", [[process(0, 5, 9)], [process(0, 5, 9), process(1, 5, 6, finished=False)]])
 def test_worker_memory_of_a_worker_that_did_not_take_all_steps_is_refused(ended):
     found = {"block": [process(0, 5, 9)], "whole": [process(0, 5, 9)], "workers": ended, "prefix": ended}
