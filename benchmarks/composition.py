@@ -61,6 +61,7 @@ SIZES = {
     ),
 }
 FLOPS = "@flops"
+FEATURES: dict[str, Any] = {"objective": "features", "exits": "shared", "lookahead": 0}
 AHEAD: dict[str, Any] = {"objective": "features", "exits": "own", "lookahead": 1}
 """The model of the arms that vary the protocol."""
 SWEEP_EVERY = 4
@@ -97,11 +98,13 @@ def blocks(title: str, objective: str, strategy: dict[str, Any] | None = None, *
 ARMS: dict[str, Arm] = {
     "causal_full": Arm("causal L, end to end"),
     "causal_block": Arm("causal L_b, end to end", is_shallow=True),
-    "features": blocks("features", "features"),
-    "features norm": blocks("features, a norm per exit", "features", exits="norm"),
-    "features own": blocks("features, a readout per exit", "features", exits="own"),
-    "residual own": blocks("residual logits, a readout per exit", "residual", exits="own"),
-    "residual": blocks("residual logits", "residual"),
+    "features": blocks("features", **FEATURES),
+    "features norm": blocks("features, a norm per exit", **FEATURES | {"exits": "norm"}),
+    "features own": blocks("features, a readout per exit", **FEATURES | {"exits": "own"}),
+    "residual": blocks("residual logits", **FEATURES | {"objective": "residual"}),
+    "residual own": blocks(
+        "residual logits, a readout per exit", **FEATURES | {"objective": "residual", "exits": "own"}
+    ),
     "denoise": blocks("denoise (the paper's)", "denoise"),
     "denoise sigma .1 to 2": blocks("denoise, the leak", "denoise", sigma_min=0.1, sigma_max=2.0),
     "denoise p_span=0": blocks("denoise, no unknown bytes", "denoise", p_span=0.0),

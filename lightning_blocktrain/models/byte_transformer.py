@@ -64,7 +64,7 @@ class ByteTransformer(BlockModel):
         objective: CausalObjective = "features",
         p_span: float = 0.0,
         exits: Exits = "shared",
-        lookahead: int = 0,
+        lookahead: int = 1,
         lr: float = 1e-3,
         weight_decay: float = 0.1,
         warmup_steps: int = 50,

@@ -17,8 +17,9 @@ SMALL: dict[str, Any] = {"num_layers": 3, "num_blocks": 3, "width": D, "num_head
 
 
 def lively(kind: str, objective: str, **options: Any) -> Model:
-    """Return a model in eval mode with p_span above 0, so that it has a row for unknown bytes."""
-    model = CLASSES[kind](**{**SMALL, "p_span": 0.5, "objective": objective, **options}).eval()
+    """Return a model in eval mode with p_span above 0, so that it has a row for unknown bytes, without lookahead."""
+    alone = {"lookahead": 0} if kind == "ByteTransformer" else {}
+    model = CLASSES[kind](**{**SMALL, **alone, "p_span": 0.5, "objective": objective, **options}).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.dim() == 2 and not name.startswith("noise_embedding"):

@@ -17,8 +17,8 @@ SMALL: dict[str, Any] = {"num_layers": 4, "width": D, "num_heads": 2, "window_by
 
 
 def lively(**options: Any) -> ByteTransformer:
-    """Return a model whose logits differ clearly between bytes and between contexts."""
-    model = ByteTransformer(**{**SMALL, **options}).eval()
+    """Return a model whose logits differ clearly between bytes and between contexts, without lookahead."""
+    model = ByteTransformer(**{**SMALL, "lookahead": 0, **options}).eval()
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() == 2:

@@ -386,9 +386,12 @@ def test_fit_by_blocks_learns_at_every_exit(case: tuple[str, str], make_trainer:
 
 
 @pytest.mark.parametrize("objective", ["features", "residual"])
-def test_fit_by_blocks_with_own_exits_a_block_is_what_it_is_without_the_others(
-    objective: str, make_trainer: Any, tiny_data: Any
+@pytest.mark.parametrize("lookahead", [0, 1])
+def test_fit_by_blocks_with_own_exits_a_block_is_what_it_is_without_those_after_it(
+    objective: Any, lookahead: int, make_trainer: Any, tiny_data: Any
 ) -> None:
+    """But for what it has looked ahead to."""
+
     class Scaled(ByteTransformer):
         scale = 1.0
 
@@ -398,7 +401,7 @@ def test_fit_by_blocks_with_own_exits_a_block_is_what_it_is_without_the_others(
     weights, strategies = [], []
     for scale in (1.0, 0.01):
         torch.manual_seed(0)
-        model = Scaled(4, 16, 2, 16, num_blocks=2, objective=objective, exits="own")  # type: ignore[arg-type]
+        model = Scaled(4, 16, 2, 16, num_blocks=2, objective=objective, exits="own", lookahead=lookahead)
         model.scale = scale
         strategies.append(BlockTrainStrategy(sync_every=2))
         make_trainer(strategy=strategies[-1], max_steps=6, limit_val_batches=0, gradient_clip_val=1.0).fit(
@@ -406,7 +409,8 @@ def test_fit_by_blocks_with_own_exits_a_block_is_what_it_is_without_the_others(
         )
         weights.append(model.state_dict())
     same = {name for name, tensor in weights[0].items() if torch.equal(tensor, weights[1][name])}
-    assert same == {name for name in weights[0] if name.startswith(("embed", "layers.0", "layers.1", "exits.0"))}
-    # Block 1 runs two frozen layers; the exit before it, which sums of logits run as well, is no layer.
+    first = {name for name in weights[0] if name.startswith(("embed", "layers.0", "layers.1", "exits.0"))}
+    assert same == (set() if lookahead else first)
+    # Block 1 runs two frozen layers, and block 0 as many ahead; exits, which sums of logits run as well, are no layers.
     num_tokens = strategies[0].worker_tokens // 2
-    assert strategies[0].prefix_tokens == 2 * num_tokens
+    assert strategies[0].prefix_tokens == (4 if lookahead else 2) * num_tokens
