@@ -50,7 +50,7 @@ block index, ``{s}`` a stage index, ``{K}`` a number of draws.
 | ``blocktrain/worker_steps`` | inner optimizer steps so far, all workers | count |
 | ``blocktrain/worker_tokens`` | tokens processed so far, all workers | count |
 | ``blocktrain/sent_bytes`` | bytes of the updates sent so far by this process's workers, as encoded | bytes |
-| ``blocktrain/prefix_bytes`` | bytes of frozen prefixes fetched so far by this process's workers, as encoded | bytes |
+| ``blocktrain/prefix_bytes`` | bytes of frozen blocks fetched so far by this process's workers, as encoded | bytes |
 | ``blocktrain/prefix_tokens`` | target tokens so far, once per call of a frozen layer | count |
 | ``blocktrain/prefix_s`` | time in frozen layers so far, decoding included | s |
 | ``blocktrain/prefix_cache_hits`` | batches so far whose features were found on disk | count |

@@ -341,7 +341,9 @@ class Member:
     def warn_of_fresh_starts(self, saved: Mapping[str, Any]) -> None:
         """Warn, in rank 0, of what a checkpoint lacks to resume the whole run; see ``run_parts``."""
         if self._num_workers is not None:
-            warn_of_fresh_starts(saved, self._num_workers, self._num_blocks, self.settings.outer_optimizer)
+            has_averages = self.settings.rules_for(self._partition).average_decay > 0
+            outer = self.settings.outer_optimizer
+            warn_of_fresh_starts(saved, self._num_workers, self._num_blocks, outer, has_averages)
 
     def complete(self, state: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return this worker's state, in rank 0 with that of the other processes where a checkpoint needs it."""

@@ -94,7 +94,9 @@ def _awaited(status: Mapping[str, Any]) -> list[int]:
     return sorted(in_time - {0})
 
 
-def warn_of_fresh_starts(saved: Mapping[str, Any], num_workers: int, num_blocks: int, outer: OuterSGD) -> None:
+def warn_of_fresh_starts(
+    saved: Mapping[str, Any], num_workers: int, num_blocks: int, outer: OuterSGD, has_averages: bool = False
+) -> None:
     """Warn once if a checkpoint of a run in rounds lacks what this run would need to go on as if nothing had happened.
 
     Args:
@@ -102,6 +104,7 @@ def warn_of_fresh_starts(saved: Mapping[str, Any], num_workers: int, num_blocks:
         num_workers: W, the workers of this run.
         num_blocks: B.
         outer: The outer optimizer.
+        has_averages: Whether its weights are running averages of the masters.
     """
     if not saved:
         return
@@ -110,6 +113,8 @@ def warn_of_fresh_starts(saved: Mapping[str, Any], num_workers: int, num_blocks:
     fresh = [f"the optimizer and the random numbers of {', '.join(missing)}"] if missing else []
     if outer.momentum and "coordinator" not in saved:
         fresh.append("the momentum of the outer optimizer")
+    if has_averages and "coordinator" not in saved:
+        fresh.append("the masters of which its weights are the average")
     if fresh:
         rank_zero_warn(
             f"The checkpoint does not hold {' and '.join(fresh)}, which start afresh. It holds them where a checkpoint"

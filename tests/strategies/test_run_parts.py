@@ -326,6 +326,8 @@ def test_warning_names_what_starts_afresh_once() -> None:
     assert len(caught) == 1
     with pytest.warns(UserWarning, match="does not hold the momentum of the outer optimizer"):
         warn_of_fresh_starts({"workers": dict.fromkeys(keys)}, 4, 2, OuterSGD(1.0, 0.9))
+    with pytest.warns(UserWarning, match="does not hold the masters of which its weights are the average, which"):
+        warn_of_fresh_starts({"workers": dict.fromkeys(keys)}, 4, 2, OuterSGD(), has_averages=True)
 
 
 @pytest.mark.parametrize(
