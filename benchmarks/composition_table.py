@@ -184,7 +184,14 @@ def verdicts(rows: Sequence[Row]) -> Iterator[str]:
         lost = paired(by_seed(rows, f"ahead {network}"), lockstep)
         if lost:
             met = statistics.mean(lost) <= most
-            yield f"{network}: {statistics.mean(lost):+.3f} nats to lockstep (at most {most}): {_met(met)}."
+            tokens = [
+                statistics.mean(row["tokens_per_block"] for row in rows if row["arm"] == arm)
+                for arm in (f"ahead {network}", "ahead 2 replicas")
+            ]
+            yield (
+                f"{network}: {statistics.mean(lost):+.3f} nats to lockstep at equal rounds (at most {most}), with "
+                f"{tokens[0] / tokens[1]:.0%} of its tokens accepted: {_met(met)}."
+            )
     for name in dict.fromkeys(row["arm"] for row in rows if "sweep" in row["test"]):
         sweeps = [row["test"]["sweep"] for row in rows if row["arm"] == name]
         cost = statistics.mean(sweep["z_noise_ce"] - sweep["sweep_ce_k"] for sweep in sweeps)

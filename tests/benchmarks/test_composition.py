@@ -21,7 +21,8 @@ FEW = ["causal_full", "causal_block", "features", "denoise_features"]
 
 def row(arm: str, seed: int, ce: float, **more: Any) -> dict[str, Any]:
     split = {"exits": [ce + 0.5, ce], "num_bytes": 8}
-    return {"arm": arm, "title": arm, "seed": seed, "val": split, "test": split, "training_flops": 10, **more}
+    costs = {"training_flops": 10, "tokens_per_block": 400}
+    return {"arm": arm, "title": arm, "seed": seed, "val": split, "test": split, **costs, **more}
 
 
 def counted_flops(name: str, recipe: Recipe, block_idx: int | None) -> int:
@@ -93,13 +94,14 @@ def test_verdicts_judge_every_target_by_its_number() -> None:
     rows = [row("causal_full", s, 1.80) for s in seeds] + [row("causal_block", s, 1.90 + 0.001 * s) for s in seeds]
     rows += [row("features", s, 1.815) for s in seeds] + [row("residual", s, 1.83) for s in seeds]
     rows += [row("ahead 2 replicas", s, 1.9) for s in seeds] + [row("ahead mild", s, 1.91) for s in seeds]
-    rows += [row("ahead wan", s, 2.05) for s in seeds]
+    rows += [row("ahead wan", s, 2.05, tokens_per_block=100) for s in seeds]
     said = "\n".join(verdicts(rows))
     assert "This size counts: causal L is 0.101 nats better" in said
     assert "features: +0.015 nats to causal L (at most 0.02 asked), 0.85 of the way (0.6 asked): met." in said
     assert "residual: +0.030 nats to causal L (at most 0.02 asked), 0.70 of the way (0.6 asked): missed." in said
-    assert "mild: +0.010 nats to lockstep (at most 0.02): met." in said
-    assert "wan: +0.150 nats to lockstep (at most 0.1): missed." in said
+    words = "nats to lockstep at equal rounds (at most"
+    assert f"mild: +0.010 {words} 0.02), with 100% of its tokens accepted: met." in said
+    assert f"wan: +0.150 {words} 0.1), with 25% of its tokens accepted: missed." in said
     assert "No target can be judged" in "\n".join(verdicts(rows[:3]))
     shallow = [row("causal_full", 0, 1.80), row("causal_block", 0, 1.81)]
     assert "This size does not count" in "\n".join(verdicts(shallow))
