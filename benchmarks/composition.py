@@ -7,7 +7,7 @@ same recipe and corpus, so a stopped benchmark goes on where it was. Choices are
 beside it. Without files the embedded ``python-docs`` corpus is used; ``--quick`` is a tiny shape of every arm.
 
 At equal tokens every block sees as many tokens, summed over its replicas, as a control sees in all. An arm with
-``@flops`` in its name takes fewer steps: as many as make its training FLOPs, frozen prefixes counted, those of the
+``@flops`` in its name takes fewer steps: as many as make its training FLOPs, frozen blocks counted, those of the
 causal model of L layers. A size counts if that model beats the causal model of ``L_b`` layers by ``COUNTS`` nats.
 """
 
@@ -121,6 +121,7 @@ ARMS: dict[str, Arm] = {
     "ahead shared": blocks("lookahead, the readout shared", **AHEAD | {"exits": "shared"}),
     "ahead residual": blocks("lookahead, residual logits", **AHEAD | {"objective": "residual"}),
     "ahead 2": blocks("lookahead over two blocks", **AHEAD | {"lookahead": 2}),
+    "ahead rounds of 2": blocks("lookahead, rounds of 2 steps", strategy={"sync_every": 2}, **AHEAD),
     "ahead no average": blocks("lookahead, masters read as they are", strategy={"average_decay": 0.0}, **AHEAD),
     "ahead p_span=.5": blocks("lookahead, half with unknown bytes", **AHEAD, p_span=0.5),
     "ahead every 4": blocks("lookahead, frozen blocks every 4 rounds", strategy={"prefix_every": 4}, **AHEAD),
@@ -148,7 +149,8 @@ def flops_of(name: str, recipe: Recipe) -> int:
     """Return the FLOPs of an arm's training with a recipe."""
     name = name.removesuffix(FLOPS)
     model = ARMS[name].model
-    return training_flops(recipe, model.get("objective", name), model.get("lookahead", 0))
+    shares_readout = model.get("exits") == "shared"
+    return training_flops(recipe, model.get("objective", name), model.get("lookahead", 0), shares_readout)
 
 
 def make_module(arm: Arm, recipe: Recipe) -> Model:
@@ -165,8 +167,9 @@ def make_strategy(arm: Arm, recipe: Recipe) -> Strategy:
         "replicas": recipe.replicas,
         "network": recipe.network,
         "average_decay": recipe.average_decay,
+        "sync_every": recipe.sync_every,
     }
-    return BlockTrainStrategy(sync_every=recipe.sync_every, **usual | (arm.strategy or {}))
+    return BlockTrainStrategy(**usual | (arm.strategy or {}))
 
 
 def run(name: str, recipe: Recipe, data: ByteDataModule, seed: int) -> dict[str, Any]:

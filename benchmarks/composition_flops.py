@@ -26,19 +26,22 @@ def readout_flops(recipe: Recipe) -> int:
     return 2 * recipe.width * VOCABULARY
 
 
-def training_flops(recipe: Recipe, kind: str, lookahead: int = 0) -> int:
+def training_flops(recipe: Recipe, kind: str, lookahead: int = 0, shares_readout: bool = False) -> int:
     """Return the FLOPs of a whole training, all blocks together.
 
     Args:
         recipe: Shape, tokens per block and number of blocks.
         kind: ``causal_full``, ``causal_block``, or an objective of block-local training.
         lookahead: Blocks after its own through which a block's loss is read, beside its own exit's.
+        shares_readout: Whether the exit that is looked ahead to is trained with the block.
     """
     layer, readout, L, B = layer_flops(recipe), readout_flops(recipe), recipe.num_layers, recipe.num_blocks
     noise = 2 * recipe.width * recipe.width
     prefix_layers = L * (B - 1) // 2  # summed over blocks: block b runs the b * L_b layers before it
     later = [min(lookahead, B - 1 - block_idx) for block_idx in range(B)]  # blocks after each
-    ahead = AHEAD * (sum(later) * recipe.layers_per_block * layer + sum(map(bool, later)) * readout)
+    num_exits = sum(later) if kind == "residual" else sum(map(bool, later))
+    ahead = AHEAD * sum(later) * recipe.layers_per_block * layer
+    ahead += (TRAINED if shares_readout else AHEAD) * num_exits * readout
     per_token = {
         "causal_full": TRAINED * (L * layer + readout),
         "causal_block": TRAINED * (recipe.layers_per_block * layer + readout),

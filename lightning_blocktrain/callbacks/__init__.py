@@ -6,8 +6,9 @@ block index, ``{s}`` a stage index, ``{K}`` a number of draws.
 
 | key | meaning | unit |
 |---|---|---|
-| ``train/loss`` | loss of the training step; block-local under ``strategy="blocktrain"`` | nats per token |
+| ``train/loss`` | loss of the training step; a block's under ``blocktrain``, with ``lookahead`` of two exits | nats |
 | ``train/local_ce/block{b}`` | cross entropy of block b's local task; comparable with nothing else | nats per token |
+| ``train/ahead_ce/block{b}`` | cross entropy at the exit that block b looks ahead to | nats per token |
 | ``val/loss`` | loss of the validation step | nats per token |
 | ``val/bits_per_byte`` | held-out code length (``BitsPerToken`` over bytes) | bits per byte |
 | ``val/local_ce/block{b}`` | block b at noise from its own band; the target is in its input | nats per token |
@@ -52,7 +53,7 @@ block index, ``{s}`` a stage index, ``{K}`` a number of draws.
 | ``blocktrain/sent_bytes`` | bytes of the updates sent so far by this process's workers, as encoded | bytes |
 | ``blocktrain/prefix_bytes`` | bytes of frozen blocks fetched so far by this process's workers, as encoded | bytes |
 | ``blocktrain/prefix_tokens`` | target tokens so far, once per call of a frozen layer | count |
-| ``blocktrain/prefix_s`` | time in frozen layers so far, decoding included | s |
+| ``blocktrain/prefix_s`` | time in forward passes of frozen layers so far, decoding of the prefix included | s |
 | ``blocktrain/prefix_cache_hits`` | batches so far whose features were found on disk | count |
 | ``blocktrain/accepted_tokens`` | tokens of the block updates that were merged so far | count |
 | ``pipeline/busy_frac/stage{s}`` | forward and backward passes / wall time of the stage, validation left out | ratio |

@@ -22,7 +22,7 @@ WORK = ("accepted_tokens", "worker_steps", "worker_tokens", "sent_bytes")
 """Counters of a strategy that are logged under ``blocktrain/``."""
 
 PREFIX_WORK = ("prefix_bytes", "prefix_tokens", "prefix_s", "prefix_cache_hits")
-"""The same of a strategy whose blocks read the blocks before them (``CountsPrefix``): bytes of the frozen prefixes that
+"""The same of a strategy whose blocks read others (``CountsPrefix``): bytes of the frozen blocks that
 the workers of this process have fetched, as encoded; layer-tokens, which are their target tokens, once for every call
 of a frozen layer; seconds in frozen layers; batches whose features were found on disk."""
 
@@ -64,11 +64,11 @@ class ReportsRounds(Protocol):
 
 @runtime_checkable
 class CountsPrefix(Protocol):
-    """A strategy that counts what frozen prefixes cost; see ``PREFIX_WORK``."""
+    """A strategy that counts what frozen blocks cost; see ``PREFIX_WORK``."""
 
     @property
     def prefix_bytes(self) -> int:
-        """Bytes of the frozen prefixes that the workers of this process have fetched, as encoded."""
+        """Bytes of the frozen blocks that the workers of this process have fetched, as encoded."""
         ...
 
     @property

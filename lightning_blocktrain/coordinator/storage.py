@@ -6,7 +6,8 @@ File map::
 
     lock                          held by the one process that writes; holds its pid
     manifest.json                 what is valid: run, terms, members, and per entry its file and ledger; written last
-    <entry>-<version>.safetensors masters ("master:NAME") and outer optimizer ("buffer:NAME") of an entry
+    <entry>-<version>.safetensors of an entry: master ("master:NAME"), its average ("average:NAME"), outer optimizer
+                                  ("buffer:NAME")
     updates/<entry>-<version>-<worker>.frame   accepted in the round that is open, as received; with -<base> before
                                   the dot where the update is of an older version
 

@@ -78,9 +78,10 @@ class ByteTransformer(BlockModel):
             choices = " or ".join(map(repr, get_args(CausalObjective)))
             fix = "objectives with noise are DiffusionBlocks'"
             raise ValueError(explain(f"objective must be {choices}", f"objective={objective!r}", fix))
-        if lookahead < 0:
-            fix = "1 reads the loss through the next block too"
-            raise ValueError(explain("lookahead must not be negative", f"lookahead={lookahead}", fix))
+        if type(lookahead) is not int or lookahead < 0:
+            fix = "1 reads the loss through the next block too, 0 through none"
+            rule = "lookahead must be a number of blocks, 0 or more"
+            raise ValueError(explain(rule, f"lookahead={lookahead!r}", fix))
         self.objective = objective
         self.lookahead = lookahead
         self.embed = nn.Embedding(VOCABULARY + bool(p_span), width)

@@ -379,7 +379,7 @@ class Ledger:
         self._master = as_params(state["master"], like=self._master)
         self._buffers = as_params(state["buffers"])
         if self.rules.average_decay:
-            self._average = as_params(state["average"] or self._master, like=self._master)
+            self._average = as_params(state.get("average") or self._master, like=self._master)
         self._version = state["version"]
         self._history.load_state_dict(state, self._master)
         replicas = [_load_replica(kept, self._master) for kept in state["accepted"]]

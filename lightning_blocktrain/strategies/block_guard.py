@@ -146,7 +146,7 @@ def warn_of_stale_validation(trainer: L.Trainer, sync_every: int) -> None:
     if isinstance(interval, int) and interval % round_batches and trainer.enable_validation:
         rank_zero_warn(
             f"val_check_interval={interval} is not a multiple of the {round_batches} batches of a round: "
-            "validation will see the masters of the last closed round, not the newest steps."
+            "validation will see the blocks of the last closed round, not the newest steps."
         )
 
 

@@ -11,7 +11,7 @@ when                   who meets for what
 =====================  ===========================================================================================
 first ``fetch``        all open their groups; rank 0's masters go to those who train or read them
 ``submit`` of a block  all: headers; the replicas of a block: its merge; for each block its lowest rank with rank 0,
-                       and with those that read the block: its master
+                       and with those that read the block: what is read of it
 ``submit`` of the      all: headers, and the merge
 interface
 the end                rank 0 says so in a header; who has ended before it, takes part without counting; then all:
@@ -153,8 +153,8 @@ class CollectiveLine(Transport):
         if kept.version > newer_than:
             # What is shown of other blocks is handed over once: a round that merged nothing has nothing to show.
             is_read = codec is not None
-            own = kept.average if average else kept.master
-            shown = self._fresh.pop((entry, is_read), {}) if own is None or kept.master is None else dict(own)
+            own = None if kept.master is None else (kept.average if average else kept.master)
+            shown = self._fresh.pop((entry, is_read), {}) if own is None else dict(own)
             if codec is None:
                 return Fetched(kept.version, shown)
             encoded = encode_values(codec, shown)

@@ -1,6 +1,6 @@
 """What a block reads of a batch, kept on disk, so that no frozen layer runs when the batch comes again.
 
-Owns a folder of files, one per batch and prefix, and the hook that a module asks through. Owns no prefix (``prefix``)::
+Owns a folder of files, one per batch and prefix, and the hook that a module asks through. Owns no copy::
 
     FOLDER/PREFIX/BATCH.safetensors   PREFIX: digest of the copies that the features were made with; BATCH: of the batch
 
@@ -103,17 +103,17 @@ class FeatureCache:
         self._newest: dict[int, str] = {}
 
     @contextmanager
-    def serving(self, module: nn.Module, prefix: FrozenBlocks, reader_idx: int) -> Iterator[None]:
-        """Let the module's ``block_features`` look on disk first, for block ``reader_idx``; inside ``prefix.lent``."""
+    def serving(self, module: nn.Module, frozen: FrozenBlocks, reader_idx: int) -> Iterator[None]:
+        """Let the module's ``block_features`` look on disk first, for block ``reader_idx``; inside ``frozen.lent``."""
         own = vars(module).get(HOOK)
         compute = cast(SupportsFeatures, module).block_features
 
         def block_features(batch: Any, block_idx: int) -> Features:
             if block_idx != reader_idx or block_idx == 0:
                 return compute(batch, block_idx)
-            digest = prefix.digest(block_idx)
+            digest = frozen.digest(block_idx)
             found, is_hit = self.features(batch, digest, block_idx, lambda: compute(batch, block_idx))
-            prefix.work.num_hits += is_hit
+            frozen.work.num_hits += is_hit
             return found
 
         setattr(module, HOOK, block_features)

@@ -180,16 +180,16 @@ class FrozenBlocks:
         }
         self._copies[block_idx] = _Copy(version, codec, messages)
 
-    def take_master(self, block_idx: int, version: int, codec: Codec, master: Mapping[str, Tensor]) -> None:
+    def take_values(self, block_idx: int, version: int, codec: Codec, values: Mapping[str, Tensor]) -> None:
         """Read a newer version of a block, as it would have come from a coordinator.
 
         Args:
             block_idx: Of the block.
-            version: Of the master.
-            codec: How it would have travelled.
-            master: By name, floating tensors in fp32.
+            version: Of the values.
+            codec: How they would have travelled.
+            values: By name, floating tensors in fp32.
         """
-        self.take(block_idx, version, codec, encode_values(codec, master))
+        self.take(block_idx, version, codec, encode_values(codec, values))
 
     def state_dict(self) -> dict[str, Any]:
         """Return the copies; tensors, dicts, lists, str and int only."""
@@ -220,7 +220,7 @@ class FrozenBlocks:
                         buffers[name] = tensor.data
                         tensor.data = self._decoded(idx, name, copy=True)
                     elif idx in after:
-                        tensor.data = self._decoded(idx, name)
+                        tensor.data = self._decoded(idx, name, copy=True)  # what a step writes there ends with it
                         self._wide[name] += 1
                     else:
                         tensor.data = nothing_like(tensor)

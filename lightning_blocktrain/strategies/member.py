@@ -111,6 +111,7 @@ class Member:
         self._parts: RunParts | None = None
         self._stands: Mapping[str, Any] | None = None
         self._num_blocks = 1
+        self._partition: Partition | None = None
         self._spared: tuple[str, ...] = ()
         self._num_threads_before: int | None = None
 
@@ -341,9 +342,9 @@ class Member:
     def warn_of_fresh_starts(self, saved: Mapping[str, Any]) -> None:
         """Warn, in rank 0, of what a checkpoint lacks to resume the whole run; see ``run_parts``."""
         if self._num_workers is not None:
-            has_averages = self.settings.rules_for(self._partition).average_decay > 0
-            outer = self.settings.outer_optimizer
-            warn_of_fresh_starts(saved, self._num_workers, self._num_blocks, outer, has_averages)
+            if self.job is not None and self.job.is_collective:
+                saved = {name: value for name, value in saved.items() if name != "coordinator"}
+            warn_of_fresh_starts(saved, self._num_workers, self._num_blocks, self.settings.outer_optimizer)
 
     def complete(self, state: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return this worker's state, in rank 0 with that of the other processes where a checkpoint needs it."""
@@ -354,7 +355,7 @@ class Member:
     def _open(self) -> Transport:
         if self.job is not None and self.job.is_collective:
             assert self._trainer is not None
-            self._line = self.job.line(self._trainer, self._partition.read_by, self.look_up)
+            self._line = self.job.line(self._trainer, self._require_partition().read_by, self.look_up)
             return self._line
         from lightning_blocktrain.transport.http import HttpTransport  # here: importing the package must stay light
         from lightning_blocktrain.transport.shared import line_to
@@ -372,7 +373,7 @@ class Member:
         return RunTerms(
             num_blocks=self._num_blocks,
             sync_every=self.settings.sync_every,
-            rules=self.settings.rules_for(self._partition),
+            rules=self.settings.rules_for(self._require_partition()),
             outer=replace(self.settings.outer_optimizer, spared=self._spared),
             interface_every=self.settings.interface_every,
             num_workers=self._num_workers,
@@ -386,6 +387,10 @@ class Member:
             identity={"model": _shape_digest(masters)},
             worker_settings={"seed": seed, "order_state": _as_text(order_state), "start_step": self.start_step},
         )
+
+    def _require_partition(self) -> Partition:
+        assert self._partition is not None
+        return self._partition
 
     def _facts(self, worker_id: int | None, masters: Mapping[str, Mapping[str, Tensor]]) -> WorkerFacts:
         identity = {

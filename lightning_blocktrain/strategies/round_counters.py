@@ -48,7 +48,7 @@ class RoundCounters:
 
     @property
     def prefix_bytes(self) -> int:
-        """Bytes of the frozen prefixes that the workers of this process have fetched, as encoded."""
+        """Bytes of the frozen blocks that the workers of this process have fetched, as encoded."""
         return self._tally.prefix_bytes
 
     @property
@@ -58,7 +58,7 @@ class RoundCounters:
 
     @property
     def prefix_s(self) -> float:
-        """Seconds in frozen layers, decoding included; on an accelerator, until their work is queued."""
+        """Seconds in frozen layers going forward, the prefix's decoding included; on a GPU, until queued."""
         return self._tally.prefix_s
 
     @property

@@ -80,7 +80,7 @@ class RunParts:
     def _of_entry(self, entry: str) -> dict[str, Any]:
         state, merged = self._files.entry_state(entry), self._run.workers.merged
         if state["average"]:
-            return state  # which the module shows
+            return state  # the module shows the average, so the master is kept whole
         # In fp32 the module's own tensors are the master.
         wider = {name: tensor for name, tensor in state["master"].items() if tensor.dtype != merged[name].dtype}
         return {**state, "master": wider}
@@ -94,17 +94,14 @@ def _awaited(status: Mapping[str, Any]) -> list[int]:
     return sorted(in_time - {0})
 
 
-def warn_of_fresh_starts(
-    saved: Mapping[str, Any], num_workers: int, num_blocks: int, outer: OuterSGD, has_averages: bool = False
-) -> None:
+def warn_of_fresh_starts(saved: Mapping[str, Any], num_workers: int, num_blocks: int, outer: OuterSGD) -> None:
     """Warn once if a checkpoint of a run in rounds lacks what this run would need to go on as if nothing had happened.
 
     Args:
-        saved: What the checkpoint holds of its run; empty if it is of none.
+        saved: What the checkpoint holds of its run and this one takes over; empty if it is of none.
         num_workers: W, the workers of this run.
         num_blocks: B.
         outer: The outer optimizer.
-        has_averages: Whether its weights are running averages of the masters.
     """
     if not saved:
         return
@@ -113,7 +110,7 @@ def warn_of_fresh_starts(
     fresh = [f"the optimizer and the random numbers of {', '.join(missing)}"] if missing else []
     if outer.momentum and "coordinator" not in saved:
         fresh.append("the momentum of the outer optimizer")
-    if has_averages and "coordinator" not in saved:
+    if saved.get("has_averages") and "coordinator" not in saved:
         fresh.append("the masters of which its weights are the average")
     if fresh:
         rank_zero_warn(

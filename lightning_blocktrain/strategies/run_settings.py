@@ -50,7 +50,8 @@ class RunSettings:
         if self.inner_state not in ("keep", "reset", "average"):
             rule = "inner_state must be 'keep', 'reset' or 'average'"
             raise ValueError(explain(rule, f"inner_state={self.inner_state!r}", "choose one"))
-        replace(self.rules, average_decay=self.average_decay or 0.0)  # refuses what is out of range
+        if self.average_decay is not None:
+            replace(self.rules, average_decay=self.average_decay)  # refuses what is out of range
         if isinstance(self.network, str):
             self.network_for(num_workers=1, update_bytes=1)  # an unknown name is an error here, not hours later
 

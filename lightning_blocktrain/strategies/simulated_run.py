@@ -85,15 +85,12 @@ class SimulatedRun:
             self.finish_round(final=last)
 
     def finish_round(self, final: bool = False) -> None:
-        """Send every worker's replica to the coordinator, show the new masters and let the workers fetch them."""
+        """Send every worker's replica to the coordinator, show the outcome and let the workers fetch the masters."""
         shares_interface = self.coordinator.interface_due(final)
         updates = [self._update_of(worker, shares_interface) for worker in self.workers]
         outcome = self.coordinator.finish_round(updates, final=final)
         self._confirm(outcome.reports)
-        masters = self.coordinator.masters
-        for report in outcome.reports:
-            self.workers.load_masters(masters[report.entry])
-        self._show_averages()
+        self._show([report.entry for report in outcome.reports])
         for worker in self.workers:
             self.workers.fetch(worker, interface_too=shares_interface)
             worker.num_steps = worker.num_tokens = 0
@@ -113,17 +110,15 @@ class SimulatedRun:
             num_readers = sum(block_idx in self.partition.read_by(worker.block_idx) for worker in self.workers)
             if num_readers:
                 average = self.coordinator.averages[block_entry(block_idx)]
-                frozen.take_master(block_idx, version, self._prefix_codec, average)
+                frozen.take_values(block_idx, version, self._prefix_codec, average)
                 self.tally.prefix_bytes += num_readers * frozen.bytes_of(block_idx)
 
-    @property
-    def _reads_prefix(self) -> bool:
-        return self.partition.layout.prefix == "frozen"
-
-    def _show_averages(self) -> None:
-        if self._has_averages:
-            for average in self.coordinator.averages.values():
-                self.workers.show_averages(average)
+    def _show(self, entries: Iterable[str]) -> None:
+        masters, averages = self.coordinator.masters, self.coordinator.averages
+        for entry in entries:
+            self.workers.load_masters(masters[entry])
+            if self._has_averages:
+                self.workers.show_averages(averages[entry])
 
     def finish(self) -> None:
         """Merge what a run that was stopped inside a round has not merged; deliver what is still under way.
@@ -183,10 +178,11 @@ class SimulatedRun:
         """Return everything a resumed run needs; tensors, dicts, lists, str, int, float and None only."""
         version = self.coordinator.round_idx
         # What is as new as the masters follows from them.
-        is_stale = self._reads_prefix and version % self.settings.prefix_every
+        is_stale = self.workers.frozen.versions and version % self.settings.prefix_every
         return {
             **({"prefix": {"round": version, "blocks": self.workers.frozen.state_dict()}} if is_stale else {}),
             "shape": self.shape(),
+            "has_averages": self._has_averages,
             "steps_in_round": self.steps_in_round,
             "tally": self.tally.state_dict(),
             "coordinator": self.coordinator.state_dict(),
@@ -216,10 +212,7 @@ class SimulatedRun:
         """
         block_checkpoint.refuse_other_shape(state["shape"], self.shape())
         self.coordinator.load_state_dict(state["coordinator"])  # first, since it refuses other tensors by name
-        if self._has_averages:  # else the module's weights are the masters, in its own dtype
-            for master in self.coordinator.masters.values():
-                self.workers.load_masters(master)
-            self._show_averages()
+        self._show(self.coordinator.masters)  # the checkpoint's weights may be averages
         block_checkpoint.load_worker_states(self.workers, optimizer, param_groups, state["workers"])
         self.steps_in_round = state["steps_in_round"]
         if "prefix" in state:

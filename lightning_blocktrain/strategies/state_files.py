@@ -3,7 +3,7 @@
 Owns their names, and which of them stay. Owns no tensor and no process. Everything lies in the folder of the run, which
 ends with the fit::
 
-    state/ENTRY-VERSION.safetensors   the coordinator's: master and outer optimizer of a version
+    state/ENTRY-VERSION.safetensors   the coordinator's: master, average and outer optimizer
     workers/WORKER-VERSION.pt         a worker's own state, written when its round of this version begins
     held/                             hard links to what rank 0 has chosen for its next checkpoint
 

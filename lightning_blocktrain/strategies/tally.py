@@ -17,7 +17,7 @@ class Tally:
         worker_tokens: Target tokens processed, summed over workers.
         accepted_tokens: Target tokens behind the accepted block updates.
         sent_bytes: Of the updates that the workers of this process have sent, as encoded.
-        prefix_bytes: Of the frozen prefixes that they have fetched, as encoded.
+        prefix_bytes: Of the frozen blocks that they have fetched, as encoded.
         prefix_tokens: Layer-tokens: their target tokens, once for every call of a frozen layer.
         prefix_s: Seconds in frozen layers.
         prefix_cache_hits: Batches whose features were found on disk, so that no frozen layer ran.

@@ -160,7 +160,9 @@ class WorkerRun:
         for entry in (self.entry, *self.watched):
             self._receive(entry, -1, SLICE_S)
         self._take_interface()
-        self.workers.fetch(self.worker, interface_too=not (resumes and self._keeps_interface))
+        # Masters that were founded anew may be averages: a replica of before is no replica of theirs.
+        goes_on = self.version > 0 or not welcome.terms.rules.average_decay
+        self.workers.fetch(self.worker, interface_too=not (resumes and goes_on and self._keeps_interface))
         if self._drops_base and welcome.terms.codec.name == "fp32":
             self.workers.drop_base()
         if resumes:
@@ -406,6 +408,7 @@ class WorkerRun:
         streams = {"process_streams": process_streams(self.workers.device)} if self._draws_from_process else {}
         return {
             "shape": self.shape(),
+            "has_averages": self._welcome.terms.rules.average_decay > 0,
             "tally": self.tally.state_dict(),
             "workers": {
                 key: {**state, **self._reader.state_dict(self.version)}

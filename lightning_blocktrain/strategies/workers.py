@@ -9,7 +9,8 @@ Frozen blocks around its own are lent to the worker that acts, from copies (``fr
 
 Bytes of a worker per trained value in fp32: 4 replica, 4 gradient, its optimizer's state, and 4 for the base, the
 master that the replica started from and that the module shows between batches. A worker whose updates travel as they
-are can do without the base (``drop_base``); a lossy codec sends the difference to it.
+are can do without the base (``drop_base``); a lossy codec sends the difference to it. Averages take 4 more where the
+module shows all blocks.
 """
 
 from collections import defaultdict
@@ -83,7 +84,7 @@ class SimulatedWorkers:
     """All workers of a run in front of one live module.
 
     Args:
-        module: The live module; holds the masters whenever no worker acts.
+        module: The live module; holds the masters, or their averages, whenever no worker acts.
         partition: Its partition.
         replicas: Workers per block, worker w on block ``w mod num_blocks``.
         seed: Seed of the random streams of the workers after the first.
@@ -211,7 +212,7 @@ class SimulatedWorkers:
             self.merged.update(worker.local)
 
     def show_merged(self) -> None:
-        """Rebind the module to the merged masters, without gradients and with its own ``requires_grad`` flags."""
+        """Rebind the module to the merged blocks, without gradients and with its own ``requires_grad`` flags."""
         for name, owner, key in self._buffer_places:
             owner._buffers[key] = self.tensors[name]
         for name, tensor in self.tensors.items():
@@ -221,7 +222,7 @@ class SimulatedWorkers:
             tensor.requires_grad_(name in self._trainable)
 
     def show(self, masters: Mapping[str, Tensor]) -> bool:
-        """Tell whether the module's parameters are these masters (fp32), up to its own dtype."""
+        """Tell whether the module's parameters are these values (fp32), up to its own dtype."""
         names = self._trainable & masters.keys()
         return all(torch.equal(self.tensors[n].data, masters[n].to(self.tensors[n].dtype)) for n in names)
 

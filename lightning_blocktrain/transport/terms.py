@@ -40,9 +40,9 @@ class RunTerms:
             quarters of the deadline, at most 15.
         on_missing_block: A block without a live worker keeps its parameters (``warn``), or ends the run (``fail``).
         codec: How updates travel to the coordinator; the masters of what a worker trains travel as they are.
-        prefix_every: Rounds from one fetch of a frozen prefix to the next; a worker may read an older one where the
+        prefix_every: Rounds from one fetch of frozen blocks to the next; a worker may read an older one where the
             next is not there yet.
-        prefix_codec: How a frozen prefix travels, and how a worker keeps it.
+        prefix_codec: How frozen blocks travel, and how a worker keeps them.
         local_steps: Whether a worker that is short of time sends fewer steps (``until_deadline``) or all, too late.
         identity: What must agree between the members, by name (a hash of the model, its noise bands); plain values.
         worker_settings: What the workers are told beside, unread by the coordinator; plain values.
@@ -130,7 +130,7 @@ class RunTerms:
         return self.interface_due_version(interface_version) - interface_version * self.interface_every
 
     def prefix_version(self, block_version: int) -> int:
-        """Return the version of the blocks before it that a block should read, at least, in its round of a version."""
+        """Return the version of other blocks that a block should read, at least, in its round of a version."""
         return block_version - block_version % self.prefix_every
 
     @property

@@ -48,7 +48,7 @@ def counted_flops(name: str, recipe: Recipe, block_idx: int | None) -> int:
     "name",
     [
         *("causal_full", "causal_block", "features", "residual", "denoise", "denoise_features"),
-        *("ahead", "ahead 2", "ahead residual"),
+        *("ahead", "ahead 2", "ahead residual", "ahead shared"),
     ],
 )
 def test_flops_by_formula_are_near_those_that_torch_counts(name: str) -> None:

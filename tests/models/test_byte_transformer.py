@@ -165,7 +165,10 @@ def test_configure_blocks_declares_what_is_frozen() -> None:
         ({"num_layers": 0, "num_blocks": None}, "the model has no layers"),
         ({"p_span": -0.1}, r"p_span must be in \[0, 1\]; got p_span=-0.1"),
         ({"objective": "mse"}, "objective must be 'features' or 'residual'; got objective='mse'"),
-        ({"lookahead": -1}, "lookahead must not be negative; got lookahead=-1"),
+        ({"lookahead": -1}, "lookahead must be a number of blocks, 0 or more; got lookahead=-1"),
+        ({"lookahead": 1.5}, "0 or more; got lookahead=1.5"),
+        ({"lookahead": True}, "0 or more; got lookahead=True"),
+        ({"lookahead": "1"}, "0 or more; got lookahead='1'"),
         ({"num_heads": 3}, r"width must be a multiple of 2 \* num_heads"),
     ],
 )

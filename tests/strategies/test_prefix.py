@@ -107,7 +107,7 @@ class Lent:
         options = {"block_of": {block_idx: block_idx}, "kept_blocks": {block_idx}} if alone else {}
         self.workers = SimulatedWorkers(self.module, self.parts, 1, 3, **options)
         for b, master in masters.items():
-            self.workers.frozen.take_master(b, 0, codec, master)
+            self.workers.frozen.take_values(b, 0, codec, master)
         self.worker = next(worker for worker in self.workers if worker.block_idx == block_idx)
         self.optimizer = torch.optim.AdamW(self.module.parameters())
         self.names = [name for b in read for name in self.parts.block_names[b]]
@@ -242,13 +242,13 @@ def test_prefix_message_of_another_model_is_refused() -> None:
     lent = Lent()
     other = {name: torch.zeros(2) for name in lent.names[:3]}
     with pytest.raises(ValueError, match=r"embed\.weight must have shape"):
-        lent.workers.frozen.take_master(0, 1, BF16, other)
+        lent.workers.frozen.take_values(0, 1, BF16, other)
 
 
 def test_prefix_without_anything_new_is_only_a_newer_version() -> None:
     lent = Lent()
     before = lent.workers.frozen.mem_bytes
-    lent.workers.frozen.take_master(0, 7, FP32, {})
+    lent.workers.frozen.take_values(0, 7, FP32, {})
     assert lent.workers.frozen.versions == {0: 7, 1: 0}
     assert lent.workers.frozen.mem_bytes == before
 
@@ -260,7 +260,7 @@ def test_prefix_bytes_are_those_of_its_codec(codec: Codec, most: float) -> None:
     tensors = trained_tensors(module, parts)
     prefix = FrozenBlocks(parts, tensors, range(2))
     for block_idx in (0, 1):
-        prefix.take_master(block_idx, 0, codec, {n: tensors[n].detach() for n in parts.block_names[block_idx]})
+        prefix.take_values(block_idx, 0, codec, {n: tensors[n].detach() for n in parts.block_names[block_idx]})
     num_values = sum(tensors[n].numel() for names in parts.block_names[:2] for n in names)
     assert most * num_values * 0.8 < prefix.mem_bytes <= most * num_values
 
@@ -570,3 +570,48 @@ def test_worker_without_a_base_whose_run_ends_inside_a_round_shows_the_masters()
 def assert_differs(fleet: Fleet) -> None:
     shown, master = fleet.modules[1].state_dict(), fleet.ledgers["block1"].master
     assert not all(torch.equal(shown[name], tensor) for name, tensor in master.items())
+
+
+# Averages, taken up again.
+
+
+@pytest.mark.parametrize("codec", ["fp32", "int8"])
+@pytest.mark.parametrize(("before", "after"), [(0.9, 0.0), (0.0, 0.9)])
+def test_resumed_run_goes_on_from_the_masters_whatever_became_of_the_average(
+    make_trainer: Any, tmp_path: Any, codec: Any, before: float, after: float
+) -> None:
+    """Without an average the masters would be the same; only what others read of them differs."""
+
+    def trainer(average_decay: float, max_steps: int) -> L.Trainer:
+        strategy = BlockTrainStrategy(sync_every=2, codec=codec, average_decay=average_decay)
+        save = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=4, save_top_k=-1)
+        return make_trainer(
+            strategy, max_steps=max_steps, max_epochs=-1, enable_checkpointing=True, callbacks=[save, seen]
+        )
+
+    class Seen(L.Callback):
+        def on_train_batch_start(self, trainer: L.Trainer, *args: Any) -> None:
+            run = trainer.strategy.run
+            merged = run.workers.merged
+            masters = {name: t for entry in run.coordinator.masters.values() for name, t in entry.items()}
+            assert_same({name: merged[name] for name in masters}, masters)
+            shown = trainer.lightning_module.state_dict()
+            averages = {name: t for entry in run.coordinator.averages.values() for name, t in entry.items()}
+            assert_same({name: shown[name] for name in averages}, averages)
+
+    seen = Seen()
+    fit(seeded(Stacked), trainer(before, 4), loader())
+    resumed = trainer(after, 7)  # ends inside a round, which is merged
+    resumed.fit(Stacked(), loader(), ckpt_path=tmp_path / "step=4.ckpt")
+    assert resumed.strategy.num_rounds_closed == 4
+
+
+@pytest.mark.parametrize("codec", ["fp32", "bf16"])
+def test_what_a_step_writes_to_a_block_after_its_own_ends_with_it(codec: Any, batch: list[Tensor]) -> None:
+    lent = Lent(LookingAhead, Codec(codec), alone=False, block_idx=1)
+    name = next(n for n in lent.parts.block_names[2] if n.endswith("weight"))
+    with lent.acting(), torch.no_grad():
+        before = lent.module.get_parameter(name).clone()
+        lent.module.get_parameter(name).mul_(2)
+    with lent.acting():
+        assert torch.equal(lent.module.get_parameter(name), before)

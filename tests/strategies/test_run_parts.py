@@ -68,13 +68,12 @@ class Run:
         for module in self.modules if checkpoint else ():
             module.load_state_dict(checkpoint["state_dict"])  # type: ignore[index]
         masters, kept = masters_of(self.modules[0], self.cuts[0]), kept_versions(interface_every)
-        if checkpoint is not None:
-            stands = block_checkpoint.standing_of(block_checkpoint.saved_run(checkpoint))
-            assert stands is not None
+        stands = block_checkpoint.standing_of(block_checkpoint.saved_run(checkpoint)) if checkpoint else None
+        if stands is not None:
             store_standing(state_folder(folder), "run", "token", self.terms, masters, stands)
         self.desk = Desk("run", "token", Storage(state_folder(folder), kept))
         hub = MemoryHub(self.desk, Clock())
-        if checkpoint is not None:
+        if stands is not None:
             assert self.desk.resume(0.0)
         self.lines = lines = [MemoryTransport(hub, "run", "token") for _ in range(NUM_WORKERS)]
         self.look_up: Callable[[], object] = lambda: None
@@ -194,6 +193,19 @@ def test_scenario_32_resumed_workers_equal_the_uninterrupted_run(
     assert resumed.desk.service.phase == "finished"
     assert resumed.runs[0].tally.num_rounds_closed == NUM_ROUNDS
     assert_same(resumed.close(), expected)
+
+
+def test_rank_0_begins_with_the_runs_interface_where_its_masters_are_the_averages_of_before(tmp_path: Path) -> None:
+    run = Run(tmp_path / "first", 2, rules=AVERAGED)
+    run.train_rounds(0, SAVED_AT)
+    saved = run.checkpoint()
+    run.close()
+    del saved[block_checkpoint.MEMBER_KEY]["coordinator"]
+    resumed = Run(tmp_path / "second", 2, saved, rules=AVERAGED)
+    for run_of_one in resumed.runs:
+        local, workers = run_of_one.worker.local, run_of_one.workers
+        assert_same(*({name: found[name] for name in workers.interface_names} for found in (local, workers.merged)))
+    resumed.close()
 
 
 def test_parts_stay_what_they_were_while_the_others_go_on(tmp_path: Path) -> None:
@@ -327,7 +339,7 @@ def test_warning_names_what_starts_afresh_once() -> None:
     with pytest.warns(UserWarning, match="does not hold the momentum of the outer optimizer"):
         warn_of_fresh_starts({"workers": dict.fromkeys(keys)}, 4, 2, OuterSGD(1.0, 0.9))
     with pytest.warns(UserWarning, match="does not hold the masters of which its weights are the average, which"):
-        warn_of_fresh_starts({"workers": dict.fromkeys(keys)}, 4, 2, OuterSGD(), has_averages=True)
+        warn_of_fresh_starts({"workers": dict.fromkeys(keys), "has_averages": True}, 4, 2, OuterSGD())
 
 
 @pytest.mark.parametrize(
