@@ -200,15 +200,15 @@ def as_layout(declared: BlockLayout | Mapping[str, object]) -> BlockLayout:
                 "declare prefix='frozen', or leave stem out: it is then trained by all blocks",
             )
         )
-    is_count = type(layout.lookahead) is int and layout.lookahead >= 0
-    if not is_count or (layout.lookahead and layout.prefix != "frozen"):
-        raise MisconfigurationException(
-            explain(
-                "configure_blocks: lookahead must be a number of blocks, and needs a frozen prefix if it is not 0",
-                f"lookahead={layout.lookahead!r}, prefix={layout.prefix!r}",
-                "declare prefix='frozen', or leave lookahead out",
-            )
-        )
+    if type(layout.lookahead) is not int or layout.lookahead < 0:
+        rule = "configure_blocks: lookahead must be a number of blocks, 0 or more"
+        raise MisconfigurationException(explain(rule, f"lookahead={layout.lookahead!r}", "use 1, or leave it out"))
+    if layout.lookahead and layout.prefix != "frozen":
+        rule = "configure_blocks: lookahead needs a frozen prefix if it is not 0"
+        got = f"lookahead={layout.lookahead}, prefix={layout.prefix!r}"
+        raise MisconfigurationException(explain(rule, got, "declare prefix='frozen', or leave lookahead out"))
+    if isinstance(layout.heads, nn.ModuleList):
+        layout = replace(layout, heads=tuple(layout.heads))
     heads = layout.heads
     if isinstance(heads, nn.Module) or not all(head is None or isinstance(head, nn.Module) for head in heads):
         raise MisconfigurationException(

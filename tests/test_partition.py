@@ -386,13 +386,25 @@ def test_partition_says_which_blocks_another_one_reads(prefix: Any, lookahead: i
 
 
 @pytest.mark.parametrize(
-    ("lookahead", "prefix"), [(-1, "frozen"), (1, "none"), (1.5, "frozen"), (None, "frozen"), (True, "frozen")]
+    ("lookahead", "prefix", "words"),
+    [
+        *((lookahead, "frozen", "a number of blocks, 0 or more") for lookahead in (-1, 1.5, None, True, "1")),
+        (1, "none", "needs a frozen prefix if it is not 0; got lookahead=1, prefix='none'"),
+    ],
 )
-def test_as_layout_lookahead_must_be_a_number_of_blocks_with_a_frozen_prefix(lookahead: Any, prefix: str) -> None:
+def test_as_layout_lookahead_must_be_a_number_of_blocks_with_a_frozen_prefix(
+    lookahead: Any, prefix: str, words: str
+) -> None:
     stack = Stack(2)
     declared = {"layers": stack.layers, "readout": stack.readout, "prefix": prefix, "lookahead": lookahead}
-    with pytest.raises(MisconfigurationException, match=f"got lookahead={lookahead}, prefix='{prefix}'"):
+    with pytest.raises(MisconfigurationException, match=words):
         as_layout(declared)
+
+
+def test_as_layout_takes_heads_in_a_module_list() -> None:
+    stack = Stack(2)
+    heads = nn.ModuleList([nn.Linear(3, 3), nn.Linear(3, 3)])
+    assert as_layout(stack.layout(heads=heads)).heads == tuple(heads)
 
 
 # The stem.
@@ -503,7 +515,7 @@ def test_partition_heads_that_are_not_their_blocks_own_are_refused(heads: Any, w
         partition(stack, stack.layout(prefix="frozen", stem=stack.embed, heads=heads(stack)), 2)
 
 
-@pytest.mark.parametrize("heads", [(1, None), nn.ModuleList([nn.Linear(3, 5)])])
+@pytest.mark.parametrize("heads", [(1, None), nn.Linear(3, 5)])
 def test_as_layout_heads_must_be_modules_or_none(heads: Any) -> None:
     stack = Headed(2)
     with pytest.raises(MisconfigurationException, match=r"heads must be a sequence of torch\.nn\.Module or None"):

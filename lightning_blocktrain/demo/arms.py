@@ -57,7 +57,7 @@ def diffusion_blocks(recipe: Recipe) -> Arm:
     """Return DiffusionBlocks, each block trained by workers of its own."""
     return Arm(
         "diffusion_blocks",
-        "DiffusionBlocks, blocktrain",
+        "DiffusionBlocks (denoise), blocktrain",
         lambda: denoising_module(recipe, {}),
         lambda: block_strategy(recipe),
     )
@@ -67,7 +67,7 @@ def byte_transformer(recipe: Recipe) -> Arm:
     """Return the causal Transformer whose blocks learn from the frozen features of the blocks before them."""
     return Arm(
         "byte_transformer",
-        "ByteTransformer, blocktrain",
+        "ByteTransformer (features), blocktrain",
         lambda: causal_module(recipe, recipe.num_layers, num_blocks=recipe.num_blocks, exits="own", lookahead=1),
         lambda: block_strategy(recipe),
     )
