@@ -168,6 +168,15 @@ def as_layout(declared: BlockLayout | Mapping[str, object]) -> BlockLayout:
                     'return {"layers": self.layers, "readout": self.readout}',
                 )
             ) from exc
+    if isinstance(layout.heads, nn.ModuleList):
+        layout = replace(layout, heads=tuple(layout.heads))
+    _refuse_parts(layout)
+    _refuse_reading(layout)
+    return layout
+
+
+def _refuse_parts(layout: BlockLayout) -> None:
+    """Refuse layers, a readout or heads that are no modules."""
     if not isinstance(layout.layers, nn.ModuleList) or len(layout.layers) == 0:
         raise MisconfigurationException(
             explain(
@@ -184,6 +193,19 @@ def as_layout(declared: BlockLayout | Mapping[str, object]) -> BlockLayout:
                 "put the final norm and the unembedding into one module",
             )
         )
+    heads = layout.heads
+    if isinstance(heads, nn.Module) or not all(head is None or isinstance(head, nn.Module) for head in heads):
+        raise MisconfigurationException(
+            explain(
+                "configure_blocks: heads must be a sequence of torch.nn.Module or None, one per block",
+                f"heads={type(heads).__name__}",
+                "use (None, self.head)",
+            )
+        )
+
+
+def _refuse_reading(layout: BlockLayout) -> None:
+    """Refuse what contradicts itself about the blocks that a block reads."""
     if layout.prefix not in ("none", "frozen"):
         raise MisconfigurationException(
             explain(
@@ -207,18 +229,6 @@ def as_layout(declared: BlockLayout | Mapping[str, object]) -> BlockLayout:
         rule = "configure_blocks: lookahead needs a frozen prefix if it is not 0"
         got = f"lookahead={layout.lookahead}, prefix={layout.prefix!r}"
         raise MisconfigurationException(explain(rule, got, "declare prefix='frozen', or leave lookahead out"))
-    if isinstance(layout.heads, nn.ModuleList):
-        layout = replace(layout, heads=tuple(layout.heads))
-    heads = layout.heads
-    if isinstance(heads, nn.Module) or not all(head is None or isinstance(head, nn.Module) for head in heads):
-        raise MisconfigurationException(
-            explain(
-                "configure_blocks: heads must be a sequence of torch.nn.Module or None, one per block",
-                f"heads={type(heads).__name__}",
-                "use (None, self.head)",
-            )
-        )
-    return layout
 
 
 def partition(module: nn.Module, layout: BlockLayout, num_blocks: int | None = None) -> Partition:

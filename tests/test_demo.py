@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import lightning as L
 import pytest
 import torch
 from rich.cells import cell_len
@@ -21,6 +22,7 @@ from lightning_blocktrain.demo.recipe import BUDGETS, Recipe, recipe_of
 from lightning_blocktrain.models import DiffusionBlocks
 from lightning_blocktrain.models.loading import load_model
 from lightning_blocktrain.partition import partition
+from lightning_blocktrain.rounds.average import move_average
 
 MODELS = ["diffusion_blocks", "byte_transformer", "causal_full", "causal_block"]
 TINY = BUDGETS["tiny"]
@@ -271,3 +273,23 @@ def test_interrupted_demo_leaves_an_earlier_result_as_it_was(
     with pytest.raises(KeyboardInterrupt):
         demo.run_demo("tiny", corpus, tmp_path)
     assert {name: (tmp_path / name).read_bytes() for name in earlier} == earlier
+
+
+def test_controls_end_as_the_running_average_of_their_rounds(tmp_path: Path) -> None:
+    recipe, live = replace(BUDGETS["tiny"], val_batches=0), []
+
+    class Live(L.Callback):
+        def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *args: Any) -> None:
+            if trainer.global_step % recipe.sync_every == 0:
+                live.append({name: tensor.detach().clone() for name, tensor in pl_module.named_parameters()})
+
+    arm = arms.causal_block(recipe)
+    module = arm.make_module()
+    data = ByteDataModule(window_bytes=recipe.window_bytes, batch_size=recipe.batch_size)
+    arms.fit_trainer(arm, recipe, [Live()], arms.fresh_logger(tmp_path, "log")).fit(module, datamodule=data)
+    average = live[0]
+    for num_rounds, newest in enumerate(live[1:], start=2):
+        average = move_average(average, newest, num_rounds, recipe.average_decay)
+    assert len(live) == 4 and not torch.equal(average["embed.weight"], live[-1]["embed.weight"])
+    for name, tensor in module.named_parameters():
+        torch.testing.assert_close(tensor.detach(), average[name])

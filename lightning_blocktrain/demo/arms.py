@@ -68,7 +68,7 @@ def byte_transformer(recipe: Recipe) -> Arm:
     return Arm(
         "byte_transformer",
         "ByteTransformer (features), blocktrain",
-        lambda: causal_module(recipe, recipe.num_layers, num_blocks=recipe.num_blocks, exits="own", lookahead=1),
+        lambda: causal_module(recipe, recipe.num_layers, num_blocks=recipe.num_blocks, exits="own"),
         lambda: block_strategy(recipe),
     )
 

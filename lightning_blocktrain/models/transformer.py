@@ -210,8 +210,8 @@ class OwnExit(Readout):
 def init_weights(module: nn.Module, num_layers: int, width: int) -> None:
     """Initialise as GPT-2 does: normal weights, zero biases, residual outputs scaled down by depth.
 
-    GPT-2's own ``std = .02`` belongs to its widths of 768 and more: in a narrow model it makes every layer whisper, and
-    how soon a run finds its attention patterns then depends on its seed. Here it is ``INIT_GAIN / sqrt(D)``.
+    GPT-2's own ``std = .02`` belongs to its widths of 768 and more: in a narrow model it makes the output of a layer
+    small. Here it is ``INIT_GAIN / sqrt(D)``.
 
     Args:
         module: What is initialised, in place.

@@ -1,8 +1,8 @@
 """The running average of an entry's masters: what frozen copies are made of, and what the assembled model is.
 
-A block that is trained on the newest version of the blocks before it meets other features every round: the steps of a
-round are long where the learning rate is high, and most of their length is noise. In the average the noise cancels, so
-that blocks can build on one another although they exchange rarely. Owns the arithmetic; ledgers own the tensors.
+A block that is trained on the newest version of the blocks before it meets other features every round. An average moves
+less from round to round, so that blocks can build on one another although they exchange rarely (measured:
+``benchmarks.composition``, arm ``ahead no average``). Owns the arithmetic; ledgers own the tensors.
 
 Source: Polyak averaging with polynomial decay (Shamir and Zhang, arXiv 1212.1824): while the decay is below its limit,
 the average covers about the last tenth of the rounds.

@@ -109,8 +109,8 @@ class BlockTrainStrategy(RoundCounters, SingleDeviceStrategy):
             declares ``prefix="frozen"``.
         prefix_codec: How these travel, and how a worker keeps them: ``bf16``, ``fp32`` or ``int8``.
         average_decay: The model of a run, and what blocks read of each other, is a running average of each entry's
-            masters over about the last tenth of the rounds, which keeps at most this much of itself per round; 0: the
-            masters themselves; None: 0.9 where blocks read others, else 0.
+            masters over about the last tenth of the rounds, which keeps at most this much of itself per round (0.9: the
+            last ten rounds of a long run); 0: the masters themselves; None: 0.9 where blocks read others, else 0.
         prefix_cache: Folder for what blocks read of their batches (the module's ``block_features``), for shards that
             are visited more than once between two fetches; None: it is computed for every batch.
         prefix_cache_gib: Largest size of that folder.
