@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
@@ -70,9 +70,10 @@ def block_sigma_edges(
                 "the usual range is 1 to 10",
             )
         )
-    bounds = torch.tensor([sigma_max, sigma_min], dtype=torch.float64)
+    numbers: dict[str, Any] = {"dtype": torch.float64, "device": "cpu"}  # a model may be built on the meta device
+    bounds = torch.tensor([sigma_max, sigma_min], **numbers)
     above, below = log_normal_cdf(bounds, p_mean, p_std)
-    inner = torch.linspace(float(above), float(below), num_blocks + 1, dtype=torch.float64)[1:-1]
+    inner = torch.linspace(float(above), float(below), num_blocks + 1, **numbers)[1:-1]
     edges = (sigma_max, *log_normal_icdf(inner, p_mean, p_std).tolist(), sigma_min)
     if not all(high > low for high, low in pairwise(edges)):
         raise ValueError(

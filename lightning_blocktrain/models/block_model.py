@@ -6,7 +6,7 @@ smaller model of its own.
 """
 
 from abc import abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Self
 
 import torch
@@ -16,7 +16,15 @@ from typing_extensions import override
 
 from lightning_blocktrain.errors import explain
 from lightning_blocktrain.models.base import Batch, ByteModule
-from lightning_blocktrain.models.generation import Decoder, refuse_generation
+from lightning_blocktrain.models.generation import (
+    Caches,
+    Decoder,
+    LocalWalker,
+    Sampling,
+    continuation,
+    refuse_chunks,
+    refuse_generation,
+)
 from lightning_blocktrain.models.transformer import VOCABULARY, KeyValueCache, Layer, LayerKind
 from lightning_blocktrain.partition import block_slices
 
@@ -25,9 +33,6 @@ UNKNOWN = VOCABULARY
 
 State = tuple[Tensor, ...]
 """What is handed from block to block; the first tensor is what the next one's layers read, (B, T, D)."""
-
-Caches = Sequence[KeyValueCache | None]
-"""One per layer; None for a layer that looks at no other position."""
 
 
 class BlockModel(ByteModule):
@@ -110,14 +115,27 @@ class BlockModel(ByteModule):
         """Return the noise that a walk over (B, T) positions starts from; None for a model that needs none."""
         return None
 
+    @property
+    def has_noise(self) -> bool:
+        """Whether walks start from noise."""
+        return self.draw_noise((1, 0), torch.Generator()) is not None
+
     def exit_logits(
         self,
         inputs: Tensor,
         num_blocks: int | None = None,
         noise: Tensor | None = None,
         caches: Caches | None = None,
+        num_read: int | None = None,
     ) -> Tensor:
         """Return the logits at the exit after ``num_blocks`` blocks (None: all of them), float32 (B, T, V).
+
+        Args:
+            inputs: Bytes, ``UNKNOWN`` where not decided, int64 (B, T).
+            num_blocks: Blocks before the exit.
+            noise: What ``draw_noise`` gave for these positions.
+            caches: Keys and values of earlier positions, which grow by these.
+            num_read: How many of the last positions are read out; None: all.
 
         Raises:
             ValueError: If ``num_blocks`` is not in 1 .. B.
@@ -126,7 +144,19 @@ class BlockModel(ByteModule):
         state = self.start(inputs, noise)
         for block_idx in range(last + 1):
             state = self.step(block_idx, state, caches)
-        return self.read(last, state)
+        return self.read(last, state if num_read is None else newest(state, num_read))
+
+    def carried(self, state: State) -> dict[str, Tensor]:
+        """Return the tensors of a state between two blocks that whoever runs the next one needs beside the inputs."""
+        return {str(idx): tensor for idx, tensor in enumerate(state)}
+
+    def resumed(self, inputs: Tensor, carried: Mapping[str, Tensor]) -> State:
+        """Return the state between two blocks, given the inputs (B, T) and what ``carried`` returned of it.
+
+        Raises:
+            KeyError: If a tensor is missing.
+        """
+        return tuple(carried[str(idx)] for idx in range(len(carried)))
 
     def refuse_no_exit(self, num_blocks: int | None) -> int:
         """Return the number of blocks before an exit; None is the last one's.
@@ -201,6 +231,7 @@ class BlockModel(ByteModule):
         num_blocks: int | None = None,
         chunk_bytes: int = 1,
         sweeps: int = 1,
+        num_draws: int = 1,
         temperature: float = 1.0,
         seed: int = 0,
     ) -> bytes:
@@ -217,6 +248,7 @@ class BlockModel(ByteModule):
             chunk_bytes: Bytes decided per sweep, 1 (autoregressive) to ``window_bytes``; above 1 the model must have
                 been built with ``p_span`` above 0.
             sweeps: Sweeps per chunk, at least 1.
+            num_draws: K, walks from noise of their own whose probabilities are averaged; a model without noise needs 1.
             temperature: 0 is greedy.
             seed: The same seed gives the same bytes.
 
@@ -227,24 +259,21 @@ class BlockModel(ByteModule):
             ValueError: If ``prompt`` is not bytes, or a number is out of range.
         """
         refuse_generation(prompt, num_bytes, temperature)
-        if not 1 <= chunk_bytes <= self.window_bytes or sweeps < 1:
-            rule = "chunk_bytes must be in 1 .. window_bytes and sweeps at least 1"
-            got = f"chunk_bytes={chunk_bytes}, sweeps={sweeps}, window_bytes={self.window_bytes}"
-            raise ValueError(explain(rule, got, "chunk_bytes=1, sweeps=1 is autoregressive"))
-        if chunk_bytes > 1 and not self.p_span:
-            rule = "chunk_bytes above 1 needs a model that was trained on unknown bytes"
-            raise ValueError(explain(rule, f"chunk_bytes={chunk_bytes}, p_span=0", "train with p_span=0.5"))
-        decoder = Decoder(self, self.refuse_no_exit(num_blocks), torch.Generator().manual_seed(seed))
-        text = list(prompt or b"\n")
-        end = len(text) + num_bytes
-        while len(text) < end:
-            text += decoder.decide(text, min(chunk_bytes, end - len(text)), sweeps, temperature)
-        return bytes(text[end - num_bytes :])
+        refuse_chunks(self, chunk_bytes, sweeps, num_draws)
+        walker = LocalWalker(self, self.refuse_no_exit(num_blocks))
+        decoder = Decoder(walker, self.window_bytes, Sampling(temperature, seed, num_draws))
+        chunks = continuation(decoder, prompt, num_bytes, chunk_bytes, sweeps)
+        return b"".join(bytes(chunk.decided) for chunk in chunks)
 
     def new_caches(self, num_blocks: int) -> Caches:
         """Return empty caches for one window, of the layers before the exit after ``num_blocks`` blocks."""
         layers = self.layers[: self.block_slices[num_blocks - 1].stop]
         return [KeyValueCache(self.window_bytes) if layer.attention is not None else None for layer in layers]
+
+
+def newest(state: State, num_positions: int) -> State:
+    """Return a state's last ``num_positions`` positions; what has none stays as it is."""
+    return tuple(tensor[:, tensor.shape[1] - num_positions :] if tensor.dim() > 1 else tensor for tensor in state)
 
 
 def hide_suffix(inputs: Tensor, p_span: float) -> Tensor:

@@ -10,7 +10,8 @@ from typing_extensions import override
 
 from lightning_blocktrain.errors import explain
 from lightning_blocktrain.models.base import Batch, ByteModule
-from lightning_blocktrain.models.block_model import BlockModel, Caches, State
+from lightning_blocktrain.models.block_model import BlockModel, State
+from lightning_blocktrain.models.generation import Caches
 from lightning_blocktrain.models.transformer import VOCABULARY, ExitNorm, OwnExit, Readout, init_weights
 from lightning_blocktrain.partition import default_num_blocks
 from lightning_blocktrain.protocols import BlockLayout

@@ -11,7 +11,8 @@ sequence of twice the length; an *unknown* input row, so that one sweep can deci
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
 from typing import Any, Literal, get_args
 
 import torch
@@ -22,7 +23,8 @@ from typing_extensions import override
 from lightning_blocktrain.edm import coefficients, euler_step, sample_sigma, weight
 from lightning_blocktrain.errors import explain
 from lightning_blocktrain.models.base import Batch, ByteModule
-from lightning_blocktrain.models.block_model import BlockModel, Caches, State
+from lightning_blocktrain.models.block_model import BlockModel, State
+from lightning_blocktrain.models.generation import Caches
 from lightning_blocktrain.models.transformer import VOCABULARY, LayerKind, Readout, init_weights
 from lightning_blocktrain.partition import block_sigma_edges, sweep_sigmas, widened_band
 from lightning_blocktrain.protocols import BlockLayout
@@ -35,21 +37,26 @@ Intervention = Callable[[int, Tensor], Tensor]
 """``(block_idx, z) -> z``: what a block is shown instead of the walk's ``z``; for ablations."""
 
 
+@lru_cache(maxsize=4)
+@torch.inference_mode(False)  # the table of an evaluation serves the training after it
+def noise_frequencies(number: int, device: torch.device) -> Tensor:
+    """Return the frequencies by which ``c_noise`` is embedded, float32 (number,)."""
+    return (math.pi * torch.logspace(-1, 5, number, base=2.0)).to(device)
+
+
 class NoiseEmbedding(nn.Module):
     """Embeds ``c_noise`` by Fourier features and a two-layer map."""
 
-    frequencies: Tensor
-
     def __init__(self, width: int, num_frequencies: int = 16) -> None:
         super().__init__()
-        self.register_buffer("frequencies", math.pi * torch.logspace(-1, 5, num_frequencies, base=2.0), False)
+        self.num_frequencies = num_frequencies
         self.hidden = nn.Linear(2 * num_frequencies, width)
         self.project = nn.Linear(width, width)
 
     def forward(self, c_noise: Tensor) -> Tensor:
         """Embed one noise level per sequence; (B, 1, 1) to (B, 1, D)."""
-        angles = c_noise * self.frequencies
-        features = torch.cat([angles.sin(), angles.cos()], dim=-1)
+        angles = c_noise * noise_frequencies(self.num_frequencies, c_noise.device)
+        features = torch.cat([angles.sin(), angles.cos()], dim=-1).to(self.hidden.weight.dtype)
         embedded: Tensor = self.project(F.silu(self.hidden(features)))
         return embedded
 
@@ -295,6 +302,18 @@ class DiffusionBlocks(BlockModel):
     def read(self, block_idx: int, state: State) -> Tensor:
         """Return the logits at the exit of block ``block_idx`` after its step, float32 (B, T, V)."""
         return state[1]
+
+    @override
+    def carried(self, state: State) -> dict[str, Tensor]:
+        """Return ``z`` and the features of the block before; the context is embedded anew by whoever reads it."""
+        features = {"hidden": state[0]} if self.reads_prefix else {}
+        return features | ({"z": state[2]} if len(state) > 2 else {})
+
+    @override
+    def resumed(self, inputs: Tensor, carried: Mapping[str, Tensor]) -> State:
+        """Return the state between two blocks, given the inputs and what ``carried`` returned of it."""
+        hidden = carried["hidden"] if self.reads_prefix else self.embed_bytes(inputs)
+        return (hidden, hidden.new_empty(0), *([carried["z"]] if "z" in carried else []))
 
     @torch.no_grad()
     def sweep(

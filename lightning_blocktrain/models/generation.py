@@ -1,16 +1,70 @@
 """Deciding bytes one chunk after the other, with the keys and values of decided bytes at hand.
 
-Owns the window, the caches, the noise of its positions and the sampling. What the logits are is the model's business.
+Owns the window and the random numbers of its positions. What a traversal of the blocks computes is the walker's
+business: ``LocalWalker`` runs a model in this process, and one that is served runs elsewhere.
+
+Every position of a text has noise of its own, and every byte Gumbel noise of its own: functions of the seed and the
+position alone. So whoever repeats a traversal, on whatever machine, repeats its random numbers.
 """
 
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+from itertools import takewhile
+from typing import Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from lightning_blocktrain.errors import explain
 from lightning_blocktrain.models.transformer import VOCABULARY, KeyValueCache
+
+Caches = Sequence[KeyValueCache | None]
+"""One per layer; None for a layer that looks at no other position."""
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How the bytes of a text are drawn.
+
+    Args:
+        temperature: 0 is greedy.
+        seed: Of all noise: the same seed gives the same bytes.
+        num_draws: K, walks from noise of their own, whose probabilities are averaged.
+    """
+
+    temperature: float = 1.0
+    seed: int = 0
+    num_draws: int = 1
+
+
+@dataclass(frozen=True)
+class Walk:
+    """One traversal of the blocks, for the newest positions of a window.
+
+    Args:
+        start: Positions of the window whose keys and values are kept; those of later ones are forgotten.
+        inputs: The bytes from there on, ``VOCABULARY`` where not decided.
+        position: Where the first of ``inputs`` stands in the text.
+        num_read: How many of them, the last ones, decide the byte after them; 0: keys and values only.
+        sampling: How they are drawn.
+    """
+
+    start: int
+    inputs: tuple[int, ...]
+    position: int
+    num_read: int
+    sampling: Sampling
+
+
+class Decision(NamedTuple):
+    """The bytes that a walk decided, and the probability that the model gave each of them (at temperature 1)."""
+
+    decided: tuple[int, ...]
+    probs: tuple[float, ...]
+
+
+Walker = Callable[[Walk], Decision]
 
 
 class WalksBlocks(Protocol):
@@ -23,7 +77,7 @@ class WalksBlocks(Protocol):
         """Where it computes."""
         ...
 
-    def new_caches(self, num_blocks: int) -> Sequence[KeyValueCache | None]:
+    def new_caches(self, num_blocks: int) -> Caches:
         """Return empty caches for one window, of the layers before an exit."""
         ...
 
@@ -36,74 +90,140 @@ class WalksBlocks(Protocol):
         inputs: Tensor,
         num_blocks: int | None = None,
         noise: Tensor | None = None,
-        caches: Sequence[KeyValueCache | None] | None = None,
+        caches: Caches | None = None,
+        num_read: int | None = None,
     ) -> Tensor:
-        """Return logits (B, T, V) for the positions after those that the caches hold."""
+        """Return logits (B, T, V) for the last ``num_read`` of the positions after those that the caches hold."""
         ...
+
+
+class LocalWalker:
+    """Runs a model of this process.
+
+    Args:
+        model: Decides.
+        num_blocks: Blocks before the exit that decides.
+    """
+
+    def __init__(self, model: WalksBlocks, num_blocks: int) -> None:
+        self._model = model
+        self._num_blocks = num_blocks
+        self._caches = model.new_caches(num_blocks)
+
+    @torch.no_grad()
+    def __call__(self, walk: Walk) -> Decision:
+        """Return what the model decides."""
+        rewind(self._caches, walk.start)
+        inputs, noise = walk_inputs(self._model, walk), walk_noise(self._model, walk)
+        return decide(self._model.exit_logits(inputs, self._num_blocks, noise, self._caches, walk.num_read), walk)
+
+
+def rewind(caches: Caches, length: int) -> None:
+    """Forget all positions but the first ``length``."""
+    for cache in caches:
+        if cache is not None:
+            cache.rewind(length)
+
+
+def walk_inputs(model: WalksBlocks, walk: Walk) -> Tensor:
+    """Return the inputs of a walk, int64 (K, T)."""
+    return torch.tensor([walk.inputs], device=model.device).expand(walk.sampling.num_draws, -1)
+
+
+def walk_noise(model: WalksBlocks, walk: Walk) -> Tensor | None:
+    """Return the noise of a walk's positions, (K, T, D); None for a model that needs none."""
+    sampling, positions = walk.sampling, range(walk.position, walk.position + len(walk.inputs))
+    generators = (position_generator(sampling.seed, position, "noise") for position in positions)
+    drawn = [model.draw_noise((sampling.num_draws, 1), generator) for generator in generators]
+    given = [noise for noise in drawn if noise is not None]
+    return torch.cat(given, dim=1) if given else None
+
+
+def decide(logits: Tensor, walk: Walk) -> Decision:
+    """Return the bytes that the last positions of a walk decide.
+
+    Args:
+        logits: Of its ``num_read`` last positions, (K, num_read, V).
+        walk: The walk.
+    """
+    if walk.num_read == 0:
+        return Decision((), ())
+    # The mean of the draws' probabilities is the model's distribution.
+    log_probs = logits.float().cpu().log_softmax(-1).logsumexp(0) - torch.tensor(float(walk.sampling.num_draws)).log()
+    first = walk.position + len(walk.inputs) - walk.num_read + 1
+    decided = sample_bytes(log_probs, walk.sampling.temperature, gumbel_at(walk.sampling.seed, first, walk.num_read))
+    probs = log_probs.gather(-1, decided[:, None])[:, 0].exp()
+    return Decision(tuple(decided.tolist()), tuple(probs.tolist()))
 
 
 class Decoder:
     """Continues one text.
 
-    Every position keeps its noise while it is in the window, whether its byte is decided or not.
-
     Args:
-        model: Decides.
-        num_blocks: Blocks before the exit that decides.
-        generator: Of all random numbers, on the CPU.
+        walk: Traverses the blocks.
+        window_bytes: Longest window of the model; one that is full is restarted from its newer half.
+        sampling: How bytes are drawn.
     """
 
-    def __init__(self, model: WalksBlocks, num_blocks: int, generator: torch.Generator) -> None:
-        self._model = model
-        self._num_blocks = num_blocks
-        self._generator = generator
+    def __init__(self, walk: Walker, window_bytes: int, sampling: Sampling) -> None:
+        self._walk = walk
+        self._window = window_bytes
+        self._sampling = sampling
         self._first: int | None = None
         """Where the window begins in the text."""
+        self._num_cached = 0
 
-    @torch.no_grad()
-    def decide(self, text: Sequence[int], num_new: int, sweeps: int, temperature: float) -> list[int]:
-        """Return the next ``num_new`` bytes after ``text``, which is that of the last call and what it returned."""
-        window = self._model.window_bytes
+    def decide(self, text: Sequence[int], num_new: int, sweeps: int) -> Decision:
+        """Return the next ``num_new`` bytes after ``text``.
+
+        Args:
+            text: That of the last call and what it returned.
+            num_new: How many to decide.
+            sweeps: Each one after the first reads the bytes of the one before.
+        """
+        fresh = self._fresh(text, num_new)
+        found = self._traverse([*fresh, *[VOCABULARY] * (num_new - 1)], num_new)
+        self._num_cached += len(fresh)
+        for _ in range(min(sweeps, num_new) - 1):  # after num_new sweeps every byte follows from decided ones
+            later = self._traverse(found.decided[:-1], num_new - 1)
+            found = Decision(found.decided[:1] + later.decided, found.probs[:1] + later.probs)
+        return found
+
+    def check(self, text: Sequence[int], guessed: Sequence[int]) -> Decision:
+        """Return the bytes that follow ``text`` and each of the bytes that somebody guessed, in one traversal.
+
+        Only those are returned that follow from decided bytes: up to the first that differs from its guess. They are
+        what ``decide`` returns one by one: the window begins where it would, and guesses beyond its end are left out.
+        """
+        fresh = self._fresh(text, 1)
+        guessed = guessed[: self._window - self._num_cached - len(fresh)]
+        found = self._traverse([*fresh, *guessed], len(guessed) + 1)
+        num_right = len(list(takewhile(lambda pair: pair[0] == pair[1], zip(guessed, found.decided, strict=False))))
+        self._num_cached += len(fresh) + num_right
+        return Decision(found.decided[: num_right + 1], found.probs[: num_right + 1])
+
+    def _fresh(self, text: Sequence[int], num_new: int) -> list[int]:
+        """Return the bytes of the window that no walk has kept; begin the window anew where it is too full."""
+        window = self._window
         if self._first is None or len(text) - self._first + num_new - 1 > window:
             keep = window if self._first is None else (window + 1) // 2
-            self._begin(len(text) - min(len(text), keep, window - num_new + 1))
+            self._first, self._num_cached = len(text) - min(len(text), keep, window - num_new + 1), 0
+        return list(text[self._first + self._num_cached :])
+
+    def _traverse(self, inputs: Sequence[int], num_read: int) -> Decision:
         assert self._first is not None
-        fresh = list(text[self._first + self._num_cached :])
-        gumbel = gumbel_noise((num_new, VOCABULARY), self._generator)
-        noise = self._noise_of(len(fresh) + num_new - 1)
-        logits = self._logits([*fresh, *[VOCABULARY] * (num_new - 1)], noise)[len(fresh) - 1 :]
-        self._num_cached += len(fresh)
-        self._noise = None if noise is None else noise[:, len(fresh) :]
-        decided = sample_bytes(logits, temperature, gumbel)
-        for _ in range(min(sweeps, num_new) - 1):  # after num_new sweeps every byte follows from decided ones
-            self._rewind()
-            later = self._logits(decided[:-1].tolist(), self._noise)
-            decided[1:] = sample_bytes(later, temperature, gumbel[1:])
-        self._rewind()
-        return [int(byte) for byte in decided]
+        position = self._first + self._num_cached
+        return self._walk(Walk(self._num_cached, tuple(inputs), position, num_read, self._sampling))
 
-    def _begin(self, first: int) -> None:
-        self._first, self._num_cached = first, 0
-        self._caches = self._model.new_caches(self._num_blocks)
-        self._noise = self._model.draw_noise((1, 0), self._generator)
 
-    def _rewind(self) -> None:
-        for cache in self._caches:
-            if cache is not None:
-                cache.rewind(self._num_cached)
-
-    def _noise_of(self, length: int) -> Tensor | None:
-        """Return the noise of the next positions: what those had that were there already, then fresh noise."""
-        if self._noise is None:
-            return None
-        fresh = self._model.draw_noise((1, length - self._noise.shape[1]), self._generator)
-        assert fresh is not None
-        return torch.cat([self._noise, fresh], dim=1)
-
-    def _logits(self, inputs: Sequence[int], noise: Tensor | None) -> Tensor:
-        """Return the logits after each of these inputs, (T, V) on the CPU; the caches grow by them."""
-        batch = torch.tensor([inputs], device=self._model.device)
-        return self._model.exit_logits(batch, self._num_blocks, noise, self._caches)[0].float().cpu()
+def continuation(decoder: Decoder, prompt: bytes, num_bytes: int, chunk_bytes: int, sweeps: int) -> Iterator[Decision]:
+    """Yield what continues a prompt, chunk by chunk; see ``BlockModel.generate``."""
+    text = list(prompt or b"\n")
+    end = len(text) + num_bytes
+    while len(text) < end:
+        decision = decoder.decide(text, min(chunk_bytes, end - len(text)), sweeps)
+        text += decision.decided
+        yield decision
 
 
 def refuse_generation(prompt: bytes, num_bytes: int, temperature: float) -> None:
@@ -122,6 +242,44 @@ def refuse_generation(prompt: bytes, num_bytes: int, temperature: float) -> None
         )
 
 
+class Generates(Protocol):
+    """What says how a model can generate."""
+
+    @property
+    def window_bytes(self) -> int:
+        """Longest window."""
+        ...
+
+    @property
+    def p_span(self) -> float:
+        """Above 0: it was trained on unknown bytes."""
+        ...
+
+    @property
+    def has_noise(self) -> bool:
+        """Whether its walks start from noise."""
+        ...
+
+
+def refuse_chunks(model: Generates, chunk_bytes: int, sweeps: int, num_draws: int) -> None:
+    """Refuse a way to decide chunks that a model does not offer.
+
+    Raises:
+        ValueError: Naming what does not fit.
+    """
+    if not 1 <= chunk_bytes <= model.window_bytes or sweeps < 1 or num_draws < 1:
+        rule = "chunk_bytes must be in 1 .. window_bytes, sweeps and num_draws at least 1"
+        got = f"chunk_bytes={chunk_bytes}, sweeps={sweeps}, num_draws={num_draws}, "
+        got += f"window_bytes={model.window_bytes}"
+        raise ValueError(explain(rule, got, "chunk_bytes=1, sweeps=1 is autoregressive"))
+    if num_draws > 1 and not model.has_noise:
+        rule = "num_draws above 1 needs a model with noise"
+        raise ValueError(explain(rule, f"a model without, num_draws={num_draws}", "leave num_draws out"))
+    if chunk_bytes > 1 and not model.p_span:
+        rule = "chunk_bytes above 1 needs a model that was trained on unknown bytes"
+        raise ValueError(explain(rule, f"chunk_bytes={chunk_bytes}, p_span=0", "train with p_span=0.5"))
+
+
 def sample_bytes(logits: Tensor, temperature: float, gumbel: Tensor) -> Tensor:
     """Pick one byte per row: greedy at temperature 0, else an exact sample by the Gumbel maximum.
 
@@ -134,6 +292,18 @@ def sample_bytes(logits: Tensor, temperature: float, gumbel: Tensor) -> Tensor:
         Byte values, int64, (...).
     """
     return (logits if temperature == 0 else logits / temperature + gumbel).argmax(-1)
+
+
+def position_generator(seed: int, position: int, purpose: Literal["noise", "gumbel"]) -> torch.Generator:
+    """Return the generator of a position's random numbers, on the CPU."""
+    digest = blake2b(f"{seed}/{purpose}/{position}".encode(), digest_size=8).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest, "little", signed=True))
+
+
+def gumbel_at(seed: int, first: int, length: int) -> Tensor:
+    """Return the Gumbel noise of the bytes at positions ``first`` .. ``first + length - 1`` of a text, (length, V)."""
+    generators = (position_generator(seed, first + idx, "gumbel") for idx in range(length))
+    return torch.stack([gumbel_noise((VOCABULARY,), generator) for generator in generators])
 
 
 def gumbel_noise(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:

@@ -6,6 +6,7 @@ found by its name among those listed here.
 
 import inspect
 import warnings
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -32,13 +33,7 @@ def load_model(path: Path) -> Model:
         CheckpointMismatchError: If the file is no checkpoint of one of ``CLASSES``, or its weights do not fit.
     """
     checkpoint = read_checkpoint(path)
-    name = checkpoint.get(MODEL_CLASS)
-    if not isinstance(name, str) or name not in CLASSES:
-        rule = f"the checkpoint must hold a {' or a '.join(CLASSES)}"
-        raise CheckpointMismatchError(explain(rule, f"{path} with model_class={name!r}", "choose another file"))
-    accepted = inspect.signature(CLASSES[name].__init__).parameters
-    # LightningCLI stores names of its own beside the arguments.
-    arguments = {k: v for k, v in checkpoint.get("hyper_parameters", {}).items() if k in accepted}
+    name, arguments = arguments_of(checkpoint, path)
     try:
         model = CLASSES[name](**arguments)
         model.on_load_checkpoint(checkpoint)
@@ -49,6 +44,21 @@ def load_model(path: Path) -> Model:
         rule = "the weights must fit the model that the checkpoint describes"
         raise CheckpointMismatchError(explain(rule, str(path), "the file is damaged or was edited")) from exc
     return model.eval()
+
+
+def arguments_of(checkpoint: Mapping[str, Any], path: Path) -> tuple[str, dict[str, Any]]:
+    """Return the class of a checkpoint's model, a key of ``CLASSES``, and the arguments of its constructor.
+
+    Raises:
+        CheckpointMismatchError: If it is none of them.
+    """
+    name = checkpoint.get(MODEL_CLASS)
+    if not isinstance(name, str) or name not in CLASSES:
+        rule = f"the checkpoint must hold a {' or a '.join(CLASSES)}"
+        raise CheckpointMismatchError(explain(rule, f"{path} with model_class={name!r}", "choose another file"))
+    accepted = inspect.signature(CLASSES[name].__init__).parameters
+    # LightningCLI stores names of its own beside the arguments.
+    return name, {k: v for k, v in checkpoint.get("hyper_parameters", {}).items() if k in accepted}
 
 
 def save_model(module: Model, path: Path) -> None:
@@ -79,8 +89,12 @@ def save_model(module: Model, path: Path) -> None:
         raise ValueError(explain(rule, f"{path} ({exc})", "choose another path")) from exc
 
 
-def read_checkpoint(path: Path) -> dict[str, Any]:
+def read_checkpoint(path: Path, mapped: bool = False) -> dict[str, Any]:
     """Return the entries of a checkpoint: tensors and plain values only.
+
+    Args:
+        path: The file.
+        mapped: Whether its tensors stay in the file until they are read.
 
     Raises:
         CheckpointMismatchError: If there is no such file or it is something else.
@@ -91,7 +105,7 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the error below says it better
-            checkpoint = torch.load(path, map_location="cpu", weights_only=True)
+            checkpoint = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
     except Exception as exc:  # a foreign file fails in whatever way it pleases the unpickler
         raise CheckpointMismatchError(explain("the file must be a checkpoint", str(path), fix)) from exc
     if not isinstance(checkpoint, dict):

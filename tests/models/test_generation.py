@@ -8,9 +8,27 @@ import torch
 from torch import Tensor
 
 from lightning_blocktrain.models.block_model import UNKNOWN
-from lightning_blocktrain.models.generation import Decoder, gumbel_noise, sample_bytes
+from lightning_blocktrain.models.generation import (
+    Decision,
+    Decoder,
+    LocalWalker,
+    Sampling,
+    Walk,
+    gumbel_at,
+    gumbel_noise,
+    position_generator,
+    sample_bytes,
+    walk_inputs,
+    walk_noise,
+)
 from lightning_blocktrain.models.loading import Model
 from tests.models.cases import CAUSAL, NOISY, T, causal, lively, noisy
+
+
+def noise_at(model: Model, seed: int, positions: range) -> Tensor | None:
+    """Return the noise of these positions of a text, (1, T, D)."""
+    drawn = [model.draw_noise((1, 1), position_generator(seed, position, "noise")) for position in positions]
+    return torch.cat([noise for noise in drawn if noise is not None], dim=1) if drawn[0] is not None else None
 
 
 @torch.no_grad()
@@ -27,19 +45,17 @@ def recomputed(
     """Return the new bytes, and the logits that each choice was made from, without any cache.
 
     The window begins at the newest bytes that fit; when the next chunk does not fit, it begins anew at its newer half,
-    or later. Noise belongs to a position for as long as its window lasts.
+    or later. Noise belongs to a position of the text.
     """
-    generator, text, seen = torch.Generator().manual_seed(seed), list(prompt or b"\n"), []
-    end, first, noise = len(text) + num_bytes, None, None
+    text, seen, first = list(prompt or b"\n"), [], None
+    end = len(text) + num_bytes
     while len(text) < end:
         new = min(chunk_bytes, end - len(text))
         if first is None or len(text) - first + new - 1 > T:
             keep = T if first is None else (T + 1) // 2
-            first, noise = len(text) - min(keep, T - new + 1, len(text)), None
-        gumbel = gumbel_noise((new, 256), generator)
-        length = len(text) - first + new - 1
-        fresh = model.draw_noise((1, length - (0 if noise is None else noise.shape[1])), generator)
-        noise = fresh if noise is None or fresh is None else torch.cat([noise, fresh], dim=1)
+            first = len(text) - min(keep, T - new + 1, len(text))
+        noise = noise_at(model, seed, range(first, len(text) + new - 1))
+        gumbel = gumbel_at(seed, len(text), new)
         guess = [UNKNOWN] * (new - 1)
         for sweep in range(min(sweeps, new)):
             logits = model.exit_logits(torch.tensor([[*text[first:], *guess]]), num_blocks, noise)[0, -new:]
@@ -71,7 +87,7 @@ def test_generate_equals_recomputation_at_every_exit_chunk_and_number_of_sweeps(
         expected, logits = recomputed(model, prompt, 3 * T, num_blocks, **choices)
         assert model.generate(prompt, 3 * T, num_blocks=num_blocks, **choices) == expected
         # Attention over a cache sums in another order.
-        torch.testing.assert_close(torch.cat(seen), torch.cat(logits), rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(torch.cat(seen), torch.cat(logits).log_softmax(-1), rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("case", CAUSAL, ids=str)
@@ -117,11 +133,61 @@ def test_caches_belong_to_the_layers_before_the_exit() -> None:
 
 
 def test_decoder_continues_what_it_returned() -> None:
-    model, generator = causal("features"), torch.Generator().manual_seed(0)
-    decoder, text = Decoder(model, 3, generator), list(b"abc")
+    model = causal("features")
+    decoder, text = Decoder(LocalWalker(model, 3), model.window_bytes, Sampling()), list(b"abc")
     for num_new in (1, 3, 2):
-        text += decoder.decide(text, num_new, 1, 1.0)
+        text += decoder.decide(text, num_new, 1).decided
     assert len(text) == 9 and all(0 <= byte < 256 for byte in text)
+
+
+@pytest.mark.parametrize("guess", ["right", "wrong", "partly"])
+def test_checked_guesses_give_the_bytes_that_one_at_a_time_gives(guess: str) -> None:
+    model = causal("features", window_bytes=16)
+    expected = list(model.generate(b"abc", 40, seed=3))
+    walks: list[Walk] = []
+    local = LocalWalker(model, model.num_blocks)
+
+    def counted(walk: Walk) -> Decision:
+        walks.append(walk)
+        return local(walk)
+
+    decoder, text = Decoder(counted, model.window_bytes, Sampling(seed=3)), list(b"abc")
+    while len(text) < 43:
+        after = expected[len(text) - 3 :][:4]
+        right = {"right": len(after), "wrong": 0, "partly": min(2, len(after))}[guess]
+        text += decoder.check(text, [*after[:right], *((byte + 1) % 256 for byte in after[right:])]).decided
+    assert text[3:43] == expected
+    assert {"right": 9, "partly": 14}.get(guess, 40) <= len(walks) <= {"right": 14, "partly": 20}.get(guess, 40)
+    # Guesses that were right are not computed again while the window stays.
+    num_restarts = sum(walk.start == 0 for walk in walks)
+    assert sum(len(walk.inputs) for walk in walks if walk.start) <= 5 * (len(walks) - num_restarts)
+
+
+def test_draws_are_averaged_and_each_has_noise_of_its_own() -> None:
+    model = noisy("denoise")
+    inputs = tuple(b"hello")
+    walk = Walk(0, inputs, 7, 2, Sampling(seed=5, num_draws=3))
+    found = LocalWalker(model, 3)(walk)
+    batch, noise = walk_inputs(model, walk), walk_noise(model, walk)
+    assert noise is not None and batch.shape == (3, 5) and noise.shape == (3, 5, model.width)
+    assert len({tuple(drawn.flatten().tolist()) for drawn in noise}) == 3
+    with torch.no_grad():
+        mean = model.exit_logits(batch, 3, noise).softmax(-1).mean(0)[-2:]
+    assert found.probs == pytest.approx([float(mean[idx, byte]) for idx, byte in enumerate(found.decided)], rel=1e-4)
+    assert model.generate(b"hello", 20, num_draws=3, seed=5) == model.generate(b"hello", 20, num_draws=3, seed=5)
+
+
+@pytest.mark.parametrize("case", CAUSAL, ids=str)
+def test_draws_of_a_model_without_noise_are_refused(case: tuple[str, str]) -> None:
+    with pytest.raises(ValueError, match=r"num_draws above 1 needs a model with noise; got .*, num_draws=2"):
+        lively(*case).generate(b"a", 2, num_draws=2)
+
+
+def test_random_numbers_of_a_position_depend_on_the_seed_and_the_position_alone() -> None:
+    assert torch.equal(gumbel_at(3, 10, 5)[2:], gumbel_at(3, 12, 3))
+    assert not torch.equal(gumbel_at(3, 10, 1), gumbel_at(4, 10, 1))
+    drawn = [torch.randn(4, generator=position_generator(0, 0, purpose)) for purpose in ("noise", "gumbel")]
+    assert not torch.equal(*drawn)
 
 
 def test_sample_bytes_has_the_probabilities_of_the_softmax() -> None:

@@ -1,0 +1,370 @@
+"""A host of blocks on TCP: takes walks, runs them one after the other, and passes them on.
+
+Owns connections, their order and who is told what. Owns no computation (``block_host.py``) and no byte format.
+
+A connection begins with ``hello`` and is answered with ``welcome``. One that names a client is where that client gets
+decisions, states and failures, from whichever host a walk of its comes to; when it ends, its sessions are forgotten.
+
+==========  =======================  ===========================================================================
+from        message                  meaning
+==========  =======================  ===========================================================================
+anyone      hello, walk, forget      who is there; a walk for a block that is served here; a session that is over
+client      ping                     is answered with pong
+host        welcome, pong            what is served here; still there
+host        decided, state           what a walk decided; what it carried, where the client drives it itself
+host        failed                   a walk that cannot go on, and why
+==========  =======================  ===========================================================================
+
+Covered, not covered: as for a coordinator. Whoever has the token may run walks and have this host connect to others.
+"""
+
+import asyncio
+import errno
+import hmac
+import logging
+import ssl
+import time
+from collections import deque
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from torch import Tensor
+
+from lightning_blocktrain.coordinator.guard import FailedTokens
+from lightning_blocktrain.errors import PortInUseError, RequestRefusedError, WireError, explain
+from lightning_blocktrain.models.generation import Decision
+from lightning_blocktrain.serving.address import Address
+from lightning_blocktrain.serving.block_host import BlockHost, SessionLostError
+from lightning_blocktrain.serving.errand import Errand, decision_message, errand_message, errand_of
+from lightning_blocktrain.serving.link import Link, dial, fields_of
+from lightning_blocktrain.transport.wire import Frame
+
+log = logging.getLogger(__name__)
+
+PROTOCOL = 1
+MAX_HELLO_BYTES = 2**14
+HELLO_PATIENCE_S = 10.0
+FRAME_BYTES = 2**16
+"""Most bytes of a walk's message beside its state."""
+
+
+@dataclass(frozen=True)
+class HostLimits:
+    """What a host takes.
+
+    Args:
+        connections: Most at once.
+        waiting: Most walks that wait for their turn.
+        stall_timeout_s: A transfer without progress for so long is given up.
+        connect_timeout_s: Longest wait for the next host to take a connection.
+        failed_tokens: Wrong tokens per address and minute that are answered.
+    """
+
+    connections: int = 512
+    waiting: int = 1024
+    stall_timeout_s: float = 60.0
+    connect_timeout_s: float = 5.0
+    failed_tokens: int = 10
+
+
+class BlockServer:
+    """Serves one host of blocks; ``start`` and ``stop`` belong to one event loop.
+
+    Args:
+        host: Used by this server's own thread from ``start`` to ``stop``.
+        token: What everyone who connects must know, and the next hosts are told; empty: nobody is asked.
+        listen: Host and port; port 0 lets the system choose.
+        tls: Makes it speak TLS.
+        limits: What it takes.
+    """
+
+    def __init__(
+        self,
+        host: BlockHost,
+        token: str,
+        listen: tuple[str, int] = ("127.0.0.1", 0),
+        tls: ssl.SSLContext | None = None,
+        limits: HostLimits | None = None,
+    ) -> None:
+        self.limits = limits or HostLimits()
+        self.address: Address | None = None
+        self._host = host
+        self._token = token
+        self._listen = listen
+        self._tls = tls
+        self._max_bytes = FRAME_BYTES + host.max_state_bytes
+        self._thread = ThreadPoolExecutor(1, "blocktrain-blocks")
+        self._server: asyncio.Server | None = None
+        self._clients: dict[str, Link] = {}
+        self._next: dict[Address, _Forwarder] = {}
+        self._waiting: deque[Errand] = deque()
+        self._arrived = asyncio.Event()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._links: set[Link] = set()
+        self._guard = FailedTokens(self.limits.failed_tokens)
+        self.num_walks = 0
+
+    async def start(self) -> None:
+        """Listen.
+
+        Raises:
+            PortInUseError: If the address is taken.
+        """
+        name, port = self._listen
+        try:
+            self._server = await asyncio.start_server(self._serve, name, port, ssl=self._tls, limit=2**18)
+        except OSError as exc:
+            if exc.errno != errno.EADDRINUSE:
+                raise
+            fix = "stop who listens there, or choose another port (0: any free one)"
+            raise PortInUseError(explain("the address must be free", f"host={name}, port={port}", fix)) from exc
+        self.address = Address(name, self._server.sockets[0].getsockname()[1], self._tls is not None)
+        self._spawn(self._work())
+
+    async def stop(self) -> None:
+        """Stop listening, end all connections and the thread."""
+        if self._server is not None:
+            self._server.close()
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        for link in list(self._links):
+            await link.close()
+        for forwarder in self._next.values():
+            await forwarder.close()
+        if self._server is not None:
+            await self._server.wait_closed()
+            self._server = None
+        await asyncio.to_thread(self._thread.shutdown)
+
+    def _spawn(self, work: Any) -> asyncio.Task[None]:
+        task: asyncio.Task[None] = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    # Connections
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._tasks.add(task)
+        link = Link(reader, writer, self.limits.stall_timeout_s)
+        client = None
+        try:
+            if len(self._links) >= self.limits.connections:
+                await self._turn_away(link, "busy", f"All {self.limits.connections} connections are taken.")
+                return
+            self._links.add(link)
+            client = await self._greet(link)
+            if client is None:
+                return
+            while (frame := await link.receive(self._max_bytes)) is not None:
+                await self._take(frame, link)
+        except WireError as exc:
+            with suppress(OSError, TimeoutError):
+                await self._turn_away(link, "malformed", str(exc))
+        except (OSError, TimeoutError, asyncio.CancelledError) as exc:
+            log.debug("the connection from %s ended: %r", link.peer, exc)
+        finally:
+            if client and self._clients.get(client) is link:
+                await self._dismiss(client)
+            self._links.discard(link)
+            await link.close()
+            self._tasks.discard(task)
+
+    async def _greet(self, link: Link) -> str | None:
+        """Return the client of a new connection, empty where it is a host; None: it was turned away."""
+        frame = await link.receive(MAX_HELLO_BYTES, HELLO_PATIENCE_S)
+        if frame is None:
+            return None
+        protocol, token, client = fields_of(frame, "hello", protocol=int, token=str, client=str)
+        reason = self._reason_against(link.peer, protocol, token, client)
+        if reason is not None:
+            await self._turn_away(link, *reason)
+            return None
+        if client:
+            self._clients[client] = link
+        await link.send({"kind": "welcome", "protocol": PROTOCOL, "facts": asdict(self._host.facts)})
+        return str(client)
+
+    def _reason_against(self, peer: str, protocol: int, token: str, client: str) -> tuple[str, str] | None:
+        """Return the code and the message with which whoever connects is turned away; None: it is welcome."""
+        now = time.monotonic()
+        if self._guard.wait_s(peer, now) > 0:
+            return "busy", "Too many wrong tokens from this address."
+        if not hmac.compare_digest(token.encode(), self._token.encode()):
+            self._guard.note(peer, now)
+            return "unauthorised", "The host does not take this token."
+        if protocol != PROTOCOL:
+            return "refused", f"The host speaks protocol {PROTOCOL}, not {protocol}."
+        if client in self._clients:
+            return "refused", "A client of this name is connected."
+        return None
+
+    async def _turn_away(self, link: Link, code: str, message: str) -> None:
+        await link.send({"kind": "refused", "code": code, "message": message})
+
+    async def _dismiss(self, client: str) -> None:
+        """Forget a client whose connection has ended, its walks that wait and its sessions."""
+        del self._clients[client]
+        self._waiting = deque(errand for errand in self._waiting if errand.client != client)
+        await self._in_thread(self._host.forget, client)
+
+    async def _take(self, frame: Frame, link: Link) -> None:
+        kind = frame.header.get("kind")
+        if kind == "ping":
+            await link.send({"kind": "pong"})
+        elif kind == "forget":
+            client, session = fields_of(frame, "forget", client=str, session=int)
+            await self._in_thread(self._host.forget, client, session)
+        else:
+            errand = errand_of(frame)
+            if len(self._waiting) >= self.limits.waiting:
+                await self._fail(errand, "busy", f"{self.limits.waiting} walks are waiting.")
+                return
+            self._waiting.append(errand)
+            self._arrived.set()
+
+    # Walks
+
+    async def _in_thread(self, run: Any, *arguments: Any) -> Any:
+        return await asyncio.get_running_loop().run_in_executor(self._thread, run, *arguments)
+
+    async def _work(self) -> None:
+        """Run what waits, in the order in which it came."""
+        while True:
+            while not self._waiting:
+                self._arrived.clear()
+                await self._arrived.wait()
+            errand = self._waiting.popleft()
+            if errand.client not in self._clients:  # nobody would hear of it
+                continue
+            try:
+                outcome = await self._in_thread(self._host.run, errand)
+            except SessionLostError as exc:
+                self._spawn(self._fail(errand, "lost", str(exc)))
+            except RequestRefusedError as exc:
+                self._spawn(self._fail(errand, "refused", str(exc)))
+            except Exception:
+                log.exception("a walk failed")
+                self._spawn(self._fail(errand, "internal", "The host failed to compute it; its log says why."))
+            else:
+                self.num_walks += 1
+                self._deliver(errand, outcome)
+
+    def _deliver(self, errand: Errand, outcome: Errand | Decision) -> None:
+        if isinstance(outcome, Decision):
+            if errand.walk.num_read:
+                self._spawn(self._tell(errand.client, *decision_message(errand, outcome)))
+        elif errand.route:
+            self._forward(errand.route[0], outcome)
+        else:
+            header, tensors = errand_message(outcome)
+            self._spawn(self._tell(errand.client, {**header, "kind": "state"}, tensors))
+
+    async def _tell(self, client: str, header: Mapping[str, Any], tensors: Mapping[str, Tensor] | None = None) -> None:
+        link = self._clients.get(client)
+        if link is None:
+            return
+        try:
+            await link.send(header, tensors)
+        except (OSError, TimeoutError) as exc:
+            log.debug("the client at %s is gone: %r", link.peer, exc)
+            await link.close()
+
+    async def _fail(self, errand: Errand, code: str, message: str, address: Address | None = None) -> None:
+        header = {"kind": "failed", "session": errand.session, "number": errand.number, "code": code}
+        named = {"message": message, "address": "" if address is None else str(address)}
+        await self._tell(errand.client, {**header, **named})
+
+    # The next host
+
+    def _forward(self, address: Address, errand: Errand) -> None:
+        forwarder = self._next.get(address)
+        if forwarder is None:
+            forwarder = self._next[address] = _Forwarder(address, self._token, self.limits)
+            self._spawn(self._keep_forwarding(forwarder))
+        forwarder.queue.put_nowait(errand)
+
+    async def _keep_forwarding(self, forwarder: "_Forwarder") -> None:
+        while True:
+            errand = await forwarder.queue.get()
+            try:
+                await forwarder.send(errand)
+            except (OSError, TimeoutError, WireError) as exc:
+                reason = str(exc) or type(exc).__name__
+                message = f"The host {forwarder.address} of block {errand.next_block} is not reached: {reason}"
+                await self._fail(errand, "unreachable", message, forwarder.address)
+
+
+class _Forwarder:
+    """Sends walks to one other host, in order, on a connection that it opens when there is something to send."""
+
+    def __init__(self, address: Address, token: str, limits: HostLimits) -> None:
+        self.address = address
+        self.queue: asyncio.Queue[Errand] = asyncio.Queue()
+        self.links: list[Link] = []
+        self._token = token
+        self._limits = limits
+        self._watch: asyncio.Task[None] | None = None
+
+    async def send(self, errand: Errand) -> None:
+        """Send one walk."""
+        header, tensors = errand_message(errand)
+        if not self.links:
+            self.links.append(await self._open())
+            self._watch = asyncio.create_task(self._wait_for_end(self.links[0]))
+        try:
+            await self.links[0].send(header, tensors)
+        except (OSError, TimeoutError):
+            await self._drop(self.links[0])
+            raise
+
+    async def _open(self) -> Link:
+        link = await dial(self.address, self._limits.connect_timeout_s, self._limits.stall_timeout_s)
+        try:
+            await greet(link, self._token, "")
+        except BaseException:
+            await link.close()
+            raise
+        return link
+
+    async def _wait_for_end(self, link: Link) -> None:
+        """Notice when the other host ends the connection; it sends nothing on it."""
+        with suppress(OSError, WireError, TimeoutError):
+            await link.receive(MAX_HELLO_BYTES)
+        await self._drop(link)
+
+    async def close(self) -> None:
+        """End the connection."""
+        for link in list(self.links):
+            await self._drop(link)
+        if self._watch is not None:
+            await asyncio.gather(self._watch, return_exceptions=True)
+
+    async def _drop(self, link: Link) -> None:
+        if link in self.links:
+            self.links.remove(link)
+        await link.close()
+
+
+async def greet(link: Link, token: str, client: str, patience_s: float = HELLO_PATIENCE_S) -> dict[str, Any]:
+    """Say hello on a new connection and return what the host tells about itself.
+
+    Raises:
+        ConnectionError: If the host turns this end away; the message says why.
+        WireError: If it answers something else.
+    """
+    await link.send({"kind": "hello", "protocol": PROTOCOL, "token": token, "client": client})
+    frame = await link.receive(MAX_HELLO_BYTES, patience_s)
+    if frame is None:
+        raise ConnectionResetError("The host ended the connection.")
+    if frame.header.get("kind") == "refused":
+        raise ConnectionRefusedError(str(frame.header.get("message"))[:500])
+    (facts,) = fields_of(frame, "welcome", facts=dict)
+    found: dict[str, Any] = facts
+    return found

@@ -1,0 +1,255 @@
+"""Generate with blocks that are served elsewhere: what ``model.generate`` does, with every traversal over the network.
+
+Owns sessions and what happens when a host is lost: the walks whose keys and values are still needed run again, on hosts
+that live, and the text goes on. Random numbers belong to positions, so it goes on with the same bytes.
+"""
+
+import itertools
+import os
+import random
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from types import TracebackType
+from typing import Self
+
+from lightning_blocktrain.errors import TransportError, explain
+from lightning_blocktrain.models.generation import (
+    Decision,
+    Decoder,
+    Sampling,
+    Walk,
+    continuation,
+    refuse_chunks,
+    refuse_generation,
+)
+from lightning_blocktrain.serving.address import Address, parse_route
+from lightning_blocktrain.serving.block_host import Facts
+from lightning_blocktrain.serving.errand import WIRE_DTYPES, Errand
+from lightning_blocktrain.serving.fleet import Fleet, HostLostError, Patience
+from lightning_blocktrain.transport.address import TOKEN
+from lightning_blocktrain.transport.loop import LoopThread
+
+MAX_MOVES = 8
+"""Times that a walk is tried on other hosts before it fails."""
+
+
+class SweepClient:
+    """Generates from a model whose blocks are served on several hosts. Its methods may be called from any thread.
+
+    Args:
+        route: ``host:port`` or ``tls://host:port``, with commas between them; several of one block are replicas.
+        token: Of the hosts; None: from ``BLOCKTRAIN_TOKEN``.
+        wire: How states travel: ``fp32``, or ``bf16`` for half the bytes.
+        chained: Whether a walk goes from host to host; False: every host answers here, and what it computed is sent on.
+        patience: How long to wait.
+
+    Raises:
+        ServingError: If no host is reached, or they serve different versions.
+        ValueError: If an argument is wrong.
+    """
+
+    def __init__(
+        self,
+        route: str | Sequence[Address],
+        token: str | None = None,
+        wire: str = "fp32",
+        chained: bool = True,
+        patience: Patience | None = None,
+    ) -> None:
+        if wire not in WIRE_DTYPES:
+            rule = f"wire must be {' or '.join(map(repr, WIRE_DTYPES))}"
+            raise ValueError(explain(rule, f"wire={wire!r}", "use 'fp32'"))
+        addresses = parse_route(route) if isinstance(route, str) else tuple(route)
+        given = os.environ.get(TOKEN, "") if token is None else token
+        self._wire = wire
+        self._chained = chained
+        self._loop = LoopThread("blocktrain-sweeps")
+        self._fleet = Fleet(addresses, given, patience or Patience())
+        self._sessions = itertools.count(random.getrandbits(16))
+        try:
+            self.facts: Facts = self._loop.run(self._fleet.connect)
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def num_blocks(self) -> int:
+        """B of the model."""
+        return self.facts.num_blocks
+
+    @property
+    def traffic_bytes(self) -> tuple[int, int]:
+        """Bytes that this client has sent and received."""
+        return self._fleet.sent_bytes, self._fleet.received_bytes
+
+    def generate(
+        self,
+        prompt: bytes,
+        num_bytes: int,
+        *,
+        num_blocks: int | None = None,
+        chunk_bytes: int = 1,
+        sweeps: int = 1,
+        num_draws: int = 1,
+        temperature: float = 1.0,
+        seed: int = 0,
+    ) -> bytes:
+        """Continue ``prompt``; arguments, result and errors are those of ``BlockModel.generate``.
+
+        Raises:
+            ServingError: If a block is served by nobody any more, or no answer comes in time.
+        """
+        choices = {"num_blocks": num_blocks, "chunk_bytes": chunk_bytes, "sweeps": sweeps, "num_draws": num_draws}
+        chunks = self.stream(prompt, num_bytes, **choices, temperature=temperature, seed=seed)  # type: ignore[arg-type]
+        return b"".join(bytes(chunk.decided) for chunk in chunks)
+
+    def stream(
+        self,
+        prompt: bytes,
+        num_bytes: int,
+        *,
+        num_blocks: int | None = None,
+        chunk_bytes: int = 1,
+        sweeps: int = 1,
+        num_draws: int = 1,
+        temperature: float = 1.0,
+        seed: int = 0,
+    ) -> Iterator[Decision]:
+        """Yield what continues ``prompt``, chunk by chunk, each byte with its probability; see ``generate``."""
+        refuse_generation(prompt, num_bytes, temperature)
+        refuse_chunks(self.facts, chunk_bytes, sweeps, num_draws)
+        sampling = Sampling(temperature, seed, num_draws)
+        return self._stream(prompt, num_bytes, self.refuse_no_exit(num_blocks), chunk_bytes, sweeps, sampling)
+
+    def _stream(
+        self, prompt: bytes, num_bytes: int, num_blocks: int, chunk_bytes: int, sweeps: int, sampling: Sampling
+    ) -> Iterator[Decision]:
+        with self.walker(num_blocks) as walker:
+            decoder = Decoder(walker, self.facts.window_bytes, sampling)
+            yield from continuation(decoder, prompt, num_bytes, chunk_bytes, sweeps)
+
+    def refuse_no_exit(self, num_blocks: int | None) -> int:
+        """Return the number of blocks before an exit; None is the last one's.
+
+        Raises:
+            ValueError: If there is no such exit.
+        """
+        if num_blocks is not None and not 1 <= num_blocks <= self.num_blocks:
+            rule = f"num_blocks before an exit must be in 1 .. {self.num_blocks}"
+            raise ValueError(explain(rule, f"num_blocks={num_blocks}", "None is the exit after all blocks"))
+        return self.num_blocks if num_blocks is None else num_blocks
+
+    def walker(self, num_blocks: int | None = None) -> "RemoteWalker":
+        """Return what walks through the blocks before an exit, for one text."""
+        last = self.refuse_no_exit(num_blocks)
+        return RemoteWalker(self._fleet, self._loop, self._sessions, last, self._wire, self._chained)
+
+    def close(self) -> None:
+        """End all connections."""
+        self._loop.close(self._fleet.close)
+
+    def __enter__(self) -> Self:
+        """Return itself."""
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, exc: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """End all connections."""
+        self.close()
+
+
+class RemoteWalker:
+    """Walks for one text, in one session at a time; a context that ends with the session.
+
+    Args:
+        fleet: The hosts.
+        loop: Where the fleet lives.
+        sessions: Numbers of sessions that have not been.
+        num_blocks: Blocks before the exit that decides.
+        wire: How states travel.
+        chained: Whether a walk goes from host to host.
+    """
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        loop: LoopThread,
+        sessions: Iterator[int],
+        num_blocks: int,
+        wire: str,
+        chained: bool,
+    ) -> None:
+        self._fleet = fleet
+        self._loop = loop
+        self._sessions = sessions
+        self._num_blocks = num_blocks
+        self._wire = wire
+        self._chained = chained
+        self._session = -1
+        self._path: list[Address] = []
+        self._kept: list[Walk] = []
+        """The walks whose keys and values the next one may go on from, in order."""
+        self._number = 0
+        self.num_moves = 0
+        """Times that the text was moved to other hosts."""
+
+    def __call__(self, walk: Walk) -> Decision:
+        """Return what the hosts decide.
+
+        Raises:
+            ServingError: If they cannot, and no others can.
+        """
+        # What a walk goes back behind needs no repetition; one that it cuts does.
+        self._kept = [kept for kept in self._kept if kept.start < walk.start]
+        for _ in range(MAX_MOVES):
+            replayed: list[Walk] = []
+            if not self._path:
+                self._settle()
+                replayed = [_silent(kept) for kept in self._kept]
+            try:
+                decision = self._run([*replayed, walk])
+            except HostLostError as exc:
+                lost, self._path = exc, []
+                self.num_moves += 1
+                if exc.address is not None and self._fleet.reaches(exc.address):  # from here, if not from its neighbour
+                    self._chained = False
+            else:
+                self._kept.append(walk)
+                return decision
+        raise lost
+
+    def _settle(self) -> None:
+        """Choose hosts for a new session."""
+        self._loop.run(self._fleet.connect)
+        self._session = next(self._sessions)
+        self._path = self._fleet.path(self._num_blocks, self._session)
+
+    def _run(self, walks: Sequence[Walk]) -> Decision:
+        errands = []
+        for walk in walks:
+            self._number += 1
+            errands.append(
+                Errand(self._fleet.name, self._session, self._number, walk, self._num_blocks, 0, (), wire=self._wire)
+            )
+        *replayed, errand = errands
+        traverse = self._fleet.walk if self._chained else self._fleet.walk_step_by_step
+        return self._loop.run(lambda: traverse(errand, self._path, replayed))
+
+    def __enter__(self) -> Self:
+        """Return itself."""
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, exc: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Tell the hosts that the session is over."""
+        if self._path:
+            session, path = self._session, self._path
+            with suppress(HostLostError, TransportError):  # it has forgotten everything
+                self._loop.run(lambda: self._fleet.forget(session, path))
+
+
+def _silent(walk: Walk) -> Walk:
+    """Return a walk that leaves the same keys and values and decides nothing."""
+    return Walk(walk.start, walk.inputs, walk.position, 0, walk.sampling)

@@ -1,0 +1,339 @@
+"""A client's connections to the hosts of one model: who serves what, who is down, and walks that are under way.
+
+Owns the event loop's side of ``client.py``: sockets and futures. Owns no text and no decision about bytes.
+"""
+
+import asyncio
+import logging
+import secrets
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import Tensor
+
+from lightning_blocktrain.errors import BlockTrainError, WireError, explain
+from lightning_blocktrain.models.generation import Decision
+from lightning_blocktrain.serving.address import Address
+from lightning_blocktrain.serving.block_host import Facts
+from lightning_blocktrain.serving.block_server import greet
+from lightning_blocktrain.serving.errand import Errand, decision_of, errand_message, errand_of
+from lightning_blocktrain.serving.link import Link, dial, fields_of
+from lightning_blocktrain.transport.wire import Frame
+
+log = logging.getLogger(__name__)
+
+MAX_ANSWER_BYTES = 2**30
+PING_TIMEOUT_S = 2.0
+
+
+class ServingError(BlockTrainError, RuntimeError):
+    """The hosts cannot do what was asked; the message names block and host."""
+
+
+class HostLostError(ServingError):
+    """A host has ended, is not reached or does not answer; another one of its block may go on."""
+
+    def __init__(self, message: str, address: Address | None = None) -> None:
+        super().__init__(message)
+        self.address = address
+
+
+@dataclass(frozen=True)
+class Patience:
+    """How long a client waits.
+
+    Args:
+        connect_s: For a host to take a connection and say what it serves.
+        walk_s: For any walk; and
+        position_s: for every position of it, at every block.
+        redial_s: Before a host that was lost is tried again.
+    """
+
+    connect_s: float = 5.0
+    walk_s: float = 10.0
+    position_s: float = 0.05
+    redial_s: float = 5.0
+
+    def of(self, errand: Errand) -> float:
+        """Return the seconds that a walk may take; they grow with its length."""
+        return self.walk_s + self.position_s * len(errand.walk.inputs) * errand.num_blocks
+
+
+class _Connection:
+    """To one host: its link, what it serves, and the task that hears its answers."""
+
+    def __init__(self, address: Address, link: Link, facts: Facts) -> None:
+        self.address = address
+        self.link = link
+        self.facts = facts
+        self.pongs: asyncio.Queue[None] = asyncio.Queue()
+        self.hearing: asyncio.Task[None] | None = None
+
+
+class Fleet:
+    """The hosts of one model, as one client sees them; all methods belong to one event loop.
+
+    Args:
+        route: Where they are.
+        token: Of the hosts.
+        patience: How long to wait.
+    """
+
+    def __init__(self, route: Sequence[Address], token: str, patience: Patience) -> None:
+        self.name = secrets.token_hex(16)
+        self.facts: Facts | None = None
+        """Of the model: those that all hosts share."""
+        self._route = tuple(route)
+        self._token = token
+        self._patience = patience
+        self._connections: dict[Address, _Connection] = {}
+        self._lost: dict[Address, tuple[float, str]] = {}
+        """When a host was lost, and why."""
+        self._awaited: dict[tuple[int, int], tuple[asyncio.Future[Decision | Errand], set[Address]]] = {}
+        """By session and number: who waits for a walk, and the hosts on its path."""
+        self._dialling = asyncio.Lock()
+        self.sent_bytes = self.received_bytes = 0
+
+    async def connect(self) -> Facts:
+        """Connect to every host that is not connected, or was lost long enough ago; return what they share.
+
+        Raises:
+            ServingError: If hosts serve different versions, or none can be reached.
+        """
+        async with self._dialling:
+            now = time.monotonic()
+            wanted = [address for address in self._route if self._may_dial(address, now)]
+            found = await asyncio.gather(*(self._open(address) for address in wanted))
+            for address, outcome in zip(wanted, found, strict=True):
+                if isinstance(outcome, str):
+                    self._lost[address] = (time.monotonic(), outcome)
+                else:
+                    self._lost.pop(address, None)
+                    self._connections[address] = outcome
+                    outcome.hearing = asyncio.create_task(self._hear(outcome))
+            self._agree()
+        if self.facts is None:
+            reasons = "; ".join(f"{address}: {why}" for address, (_, why) in self._lost.items())
+            raise HostLostError(f"No host of the route is reached: {reasons}")
+        return self.facts
+
+    def _may_dial(self, address: Address, now: float) -> bool:
+        lost = self._lost.get(address)
+        return address not in self._connections and (lost is None or now - lost[0] >= self._patience.redial_s)
+
+    async def _open(self, address: Address) -> _Connection | str:
+        """Return a connection, or why there is none."""
+        link = None
+        try:
+            link = await dial(address, self._patience.connect_s, self._patience.walk_s)
+            facts = await greet(link, self._token, self.name, self._patience.connect_s)
+            return _Connection(address, link, Facts(**facts | {"blocks": tuple(facts["blocks"])}))
+        except (OSError, TimeoutError, WireError, TypeError, KeyError) as exc:
+            if link is not None:
+                await link.close()
+            return str(exc) or type(exc).__name__
+
+    def _agree(self) -> None:
+        """Take over what all hosts share.
+
+        Raises:
+            ServingError: If they do not agree.
+        """
+        for address, connection in self._connections.items():
+            mine = connection.facts
+            if self.facts is None:
+                self.facts = mine
+            differing = [
+                f"{name}: {getattr(mine, name)} at {address}, {getattr(self.facts, name)} at others"
+                for name in ("version", "dtype", "num_blocks")
+                if getattr(mine, name) != getattr(self.facts, name)
+            ]
+            if differing:
+                rule = "all hosts of a route must serve the same version of one model"
+                raise ServingError(explain(rule, "; ".join(differing), "export once and serve that everywhere"))
+
+    def path(self, num_blocks: int, turn: int) -> list[Address]:
+        """Return hosts that, one after the other, hold the blocks before an exit.
+
+        Args:
+            num_blocks: Blocks before the exit.
+            turn: Paths of different turns use different replicas.
+
+        Raises:
+            HostLostError: Naming the first block that nobody serves.
+        """
+        path: list[Address] = []
+        block_idx = 0
+        while block_idx < num_blocks:
+            able = [c for a in self._route if (c := self._connections.get(a)) and block_idx in c.facts.blocks]
+            if not able:
+                lost = "; ".join(f"{address}: {why}" for address, (_, why) in self._lost.items()) or "none was lost"
+                raise HostLostError(f"Block {block_idx} is served by no host that is reached ({lost}).")
+            chosen = able[turn % len(able)]
+            path.append(chosen.address)
+            while block_idx in chosen.facts.blocks:
+                block_idx += 1
+        return path
+
+    async def walk(self, errand: Errand, path: Sequence[Address], replayed: Sequence[Errand] = ()) -> Decision:
+        """Send a walk along a path, chained from host to host, and return what it decides.
+
+        Args:
+            errand: The walk, before block 0.
+            path: Of ``path``.
+            replayed: Walks to run before it, which decide nothing.
+
+        Raises:
+            HostLostError: If a host on the path fails; the error names it.
+            ServingError: If a host refuses the walk.
+        """
+        walks = [replace(one, route=tuple(path[1:])) for one in (*replayed, errand)]
+        found = await self._ask(errand, path, path[0], walks)
+        assert isinstance(found, Decision)
+        return found
+
+    async def walk_step_by_step(
+        self, errand: Errand, path: Sequence[Address], replayed: Sequence[Errand] = ()
+    ) -> Decision:
+        """Do the same, but have every host send its state here, from where it goes to the next one."""
+        found: Decision | Errand = errand
+        for one in (*replayed, errand):
+            found = one
+            for address in path:
+                assert isinstance(found, Errand)
+                if address == path[-1] and not one.walk.num_read:  # nothing comes back
+                    await self._send(address, *errand_message(found))
+                else:
+                    found = await self._ask(one, path, address, [found])
+        assert isinstance(found, Decision)
+        return found
+
+    async def forget(self, session: int, path: Sequence[Address]) -> None:
+        """Tell the hosts of a path that a session is over."""
+        for address in path:
+            if address in self._connections:
+                await self._send(address, {"kind": "forget", "client": self.name, "session": session}, {})
+
+    def reaches(self, address: Address) -> bool:
+        """Tell whether a host is connected to this client."""
+        return address in self._connections
+
+    async def close(self) -> None:
+        """End all connections."""
+        for address in list(self._connections):
+            await self._lose(address, "closed")
+
+    async def _send(self, address: Address, header: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
+        connection = self._connections.get(address)
+        try:
+            if connection is None:
+                raise ConnectionResetError(self._lost.get(address, (0, "it is not connected"))[1])
+            before = connection.link.sent_bytes
+            await connection.link.send(header, tensors)
+            self.sent_bytes += connection.link.sent_bytes - before
+        except (OSError, TimeoutError) as exc:
+            await self._lose(address, str(exc) or type(exc).__name__)
+            raise HostLostError(f"The host {address} is lost: {exc}", address) from exc
+
+    async def _ask(
+        self, errand: Errand, path: Sequence[Address], first: Address, walks: Sequence[Errand]
+    ) -> Decision | Errand:
+        """Send walks to a host and return the answer to the last of them, from whichever host of the path."""
+        key = errand.session, errand.number
+        future: asyncio.Future[Decision | Errand] = asyncio.get_running_loop().create_future()
+        self._awaited[key] = future, set(path)  # before it is sent: the answer may be quick
+        try:
+            missing = [address for address in path if address not in self._connections]
+            if missing:
+                raise self._lost_error(missing[0])
+            for walk in walks:
+                await self._send(first, *errand_message(walk))
+            async with asyncio.timeout(self._patience.of(errand)):
+                return await future
+        except TimeoutError:
+            silent = await self._silent(path)
+            for address in silent:
+                await self._lose(address, "it does not answer")
+            if silent:
+                raise self._lost_error(silent[0]) from None
+            hosts, blocks = ", ".join(map(str, path)), f"blocks 0 to {errand.num_blocks - 1}"
+            raise ServingError(f"No answer in {self._patience.of(errand):.1f} s from {blocks} at {hosts}.") from None
+        finally:
+            del self._awaited[key]
+
+    async def _silent(self, path: Sequence[Address]) -> list[Address]:
+        """Return the hosts that do not answer a ping."""
+        asked = [self._connections[address] for address in path if address in self._connections]
+
+        async def answers(connection: _Connection) -> bool:
+            try:
+                await connection.link.send({"kind": "ping"})
+                async with asyncio.timeout(PING_TIMEOUT_S):
+                    await connection.pongs.get()
+                return True
+            except (OSError, TimeoutError):
+                return False
+
+        replies = await asyncio.gather(*map(answers, asked))
+        return [connection.address for connection, fine in zip(asked, replies, strict=True) if not fine]
+
+    # What hosts say
+
+    async def _hear(self, connection: _Connection) -> None:
+        why = "it ended the connection"
+        try:
+            while (frame := await connection.link.receive(MAX_ANSWER_BYTES)) is not None:
+                self.received_bytes += connection.link.received_bytes
+                connection.link.received_bytes = 0
+                self._take(frame, connection)
+        except (OSError, TimeoutError, WireError) as exc:
+            why = str(exc) or type(exc).__name__
+        await self._lose(connection.address, why)
+
+    def _take(self, frame: Frame, connection: _Connection) -> None:
+        kind = frame.header.get("kind")
+        if kind == "pong":
+            connection.pongs.put_nowait(None)
+            return
+        session, number = fields_of(frame, str(kind), session=int, number=int)
+        future, _ = self._awaited.get((session, number), (None, None))
+        if kind == "failed":
+            self._fail(frame, connection, session)
+        elif future is None or future.done():
+            log.debug("an answer from %s that nobody waits for", connection.address)
+        elif kind == "state":
+            future.set_result(errand_of(Frame({**frame.header, "kind": "walk"}, frame.tensors)))
+        else:
+            future.set_result(decision_of(frame))
+
+    def _fail(self, frame: Frame, connection: _Connection, session: int) -> None:
+        """End what a session waits for: with one of its walks, all that follow have failed."""
+        code, message, address = fields_of(frame, "failed", code=str, message=str, address=str)
+        error: ServingError = ServingError(f"The host {connection.address} refuses a walk: {message}")
+        if code in ("lost", "unreachable", "busy"):
+            error = HostLostError(message, Address.parse(address) if address else connection.address)
+        for (waiting, _), (future, _) in self._awaited.items():
+            if waiting == session and not future.done():
+                _give_up(future, error)
+
+    async def _lose(self, address: Address, why: str) -> None:
+        connection = self._connections.pop(address, None)
+        if connection is None:
+            return
+        self._lost[address] = (time.monotonic(), why)
+        for future, path in self._awaited.values():
+            if address in path and not future.done():
+                _give_up(future, self._lost_error(address))
+        if connection.hearing is not None and connection.hearing is not asyncio.current_task():
+            connection.hearing.cancel()
+        await connection.link.close()
+
+    def _lost_error(self, address: Address) -> HostLostError:
+        return HostLostError(f"The host {address} is lost: {self._lost[address][1]}", address)
+
+
+def _give_up(future: "asyncio.Future[Any]", error: BaseException) -> None:
+    future.set_exception(error)
+    future.exception()  # seen, even where whoever waited has raised something else by now

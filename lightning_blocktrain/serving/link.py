@@ -1,0 +1,155 @@
+"""One TCP connection that carries messages: whole frames in both directions, in order, one after the other.
+
+Owns the socket's patience: a message that begins must go on, and a peer that takes nothing is given up. Owns no meaning
+of a message. What is received is held against ``max_bytes`` before memory is taken for it.
+"""
+
+import asyncio
+import socket
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import Any
+
+from torch import Tensor
+
+from lightning_blocktrain.errors import WireError
+from lightning_blocktrain.serving.address import Address
+from lightning_blocktrain.transport.wire import PREFIX, Frame, Outgoing, Receiver, claimed_bytes, read_frame
+
+READ_BYTES = 2**18
+
+
+class _Store:
+    """A growing buffer that a ``Receiver`` writes to."""
+
+    def __init__(self) -> None:
+        self.buffer = bytearray()
+
+    def write(self, piece: bytes | memoryview, /) -> None:
+        """Append a piece."""
+        self.buffer += piece
+
+
+class Link:
+    """A connection on which both ends send frames.
+
+    Args:
+        reader: Of the connection.
+        writer: Of the connection.
+        stall_timeout_s: A transfer without progress for so long raises ``TimeoutError``.
+    """
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, stall_timeout_s: float) -> None:
+        self._reader = reader
+        self._writer = writer
+        self._stall_s = stall_timeout_s
+        self._sending = asyncio.Lock()
+        self.sent_bytes = 0
+        self.received_bytes = 0
+        sock: socket.socket | None = writer.get_extra_info("socket")
+        if sock is not None:
+            with suppress(OSError):
+                sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+
+    @property
+    def peer(self) -> str:
+        """The other end's IP address."""
+        name = self._writer.get_extra_info("peername")
+        return str(name[0]) if name else ""
+
+    async def send(self, header: Mapping[str, Any], tensors: Mapping[str, Tensor] | None = None) -> None:
+        """Send one message.
+
+        Raises:
+            ConnectionError: If the other end is gone.
+            TimeoutError: If it takes nothing.
+            WireError: If the message cannot travel.
+        """
+        outgoing = Outgoing(header, tensors or {})
+        async with self._sending:
+            for piece in outgoing.pieces():
+                if self._writer.is_closing():
+                    raise ConnectionResetError("The connection is closed.")
+                self._writer.write(piece)
+                self.sent_bytes += len(piece)
+                async with asyncio.timeout(self._stall_s):
+                    await self._writer.drain()
+
+    async def receive(self, max_bytes: int, patience_s: float | None = None) -> Frame | None:
+        """Return the next message; None if the other end has closed the connection between two.
+
+        Args:
+            max_bytes: Longest message that is taken.
+            patience_s: Longest wait for its first byte; None: any.
+
+        Raises:
+            WireError: If it is no message, too long or damaged.
+            ConnectionError: If the connection ends within one.
+            TimeoutError: If it does not begin in time, or does not go on.
+        """
+        async with asyncio.timeout(patience_s):
+            first = await self._reader.read(PREFIX.size)
+        if not first:
+            return None
+        store = _Store()
+        receiver = Receiver(store, max_bytes)
+        prefix = first + await self._exactly(PREFIX.size - len(first))
+        total = claimed_bytes(prefix, max_bytes)
+        receiver.take(prefix)
+        while receiver.num_bytes < total:
+            async with asyncio.timeout(self._stall_s):
+                piece = await self._reader.read(min(READ_BYTES, total - receiver.num_bytes))
+            if not piece:
+                raise ConnectionResetError("The connection ended within a message.")
+            receiver.take(piece)
+        receiver.finish()
+        self.received_bytes += total
+        return read_frame(store.buffer)
+
+    async def _exactly(self, number: int) -> bytes:
+        try:
+            async with asyncio.timeout(self._stall_s):
+                return await self._reader.readexactly(number)
+        except asyncio.IncompleteReadError as exc:
+            raise ConnectionResetError("The connection ended within a message.") from exc
+
+    async def close(self) -> None:
+        """Close the connection; what waits to be sent is dropped."""
+        self._writer.close()
+        with suppress(OSError, asyncio.CancelledError, TimeoutError):
+            async with asyncio.timeout(1.0):
+                await self._writer.wait_closed()
+
+
+async def dial(address: Address, connect_timeout_s: float, stall_timeout_s: float) -> Link:
+    """Return a connection to a host.
+
+    Raises:
+        OSError: If it cannot be reached, or its certificate is not trusted.
+        TimeoutError: If it does not answer.
+    """
+    async with asyncio.timeout(connect_timeout_s):
+        reader, writer = await asyncio.open_connection(
+            address.host, address.port, ssl=address.context(), limit=READ_BYTES
+        )
+    return Link(reader, writer, stall_timeout_s)
+
+
+def fields_of(frame: Frame, kind: str, **types: type | tuple[type, ...]) -> list[Any]:
+    """Return fields of a message's header.
+
+    Args:
+        frame: The message.
+        kind: What it must be.
+        types: Name and type of each field.
+
+    Raises:
+        WireError: If it is something else, or a field is missing or of another type.
+    """
+    if frame.header.get("kind") != kind:
+        raise WireError(f"The message must be {kind!r}; it is {frame.header.get('kind')!r:.40}.")
+    found = [frame.header.get(name) for name in types]
+    for (name, wanted), value in zip(types.items(), found, strict=True):
+        if not isinstance(value, wanted) or (isinstance(value, bool) and wanted is not bool):
+            raise WireError(f"The field {name} of a {kind} message is {value!r:.40}.")
+    return found
