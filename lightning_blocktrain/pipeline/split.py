@@ -97,7 +97,7 @@ def cut_stages(module: nn.Module, layout: BlockLayout, sizes: Sequence[int]) -> 
     if len(sizes) > 1:
         _refuse_tied_readout(module, layout.readout, readout_ids)
     owned = [list(stage_names) for stage_names in names]
-    homes = _homes_of_exits(exits_of(module, len(layout.layers)), home_of_layer)
+    homes = _homes_of_exits(exits_of(module, len(layout.layers)), sizes)
     for name in interface:
         if name not in readout:
             owned[homes.get(id(tensors[name]), 0)].append(name)
@@ -105,14 +105,24 @@ def cut_stages(module: nn.Module, layout: BlockLayout, sizes: Sequence[int]) -> 
     return StageCut(tuple(sizes), tuple(map(tuple, owned)), readout)
 
 
-def _homes_of_exits(exits: nn.ModuleList | None, home_of_layer: Sequence[int]) -> dict[int, int]:
-    """Return the stage of every tensor of the private exits, by its id."""
+def _homes_of_exits(exits: nn.ModuleList | None, sizes: Sequence[int]) -> dict[int, int]:
+    """Return the stage of every tensor of the private exits, by its id.
+
+    An exit belongs to the upstream stage that ends with it. Others are not run, and may be the same as one that is:
+    they belong to the stage of their layer where they belong to no other.
+    """
     homes: dict[int, int] = {}
-    for private, home in zip(exits or (), home_of_layer, strict=False):
+    ends = [end - 1 for end in accumulate(sizes)][:-1]
+    for stage_idx, private in enumerate(exits[end] for end in ends) if exits else ():
         for name, tensor in (*private.named_parameters(), *private.named_buffers()):
-            if homes.setdefault(id(tensor), home) != home:
+            if homes.setdefault(id(tensor), stage_idx) != stage_idx:
                 rule = "stages may not share weights: an exit belongs to the stage that ends with it"
-                raise MisconfigurationException(explain(rule, f"{name} in several exits", "give each exit its own"))
+                fix = "give each exit its own: a ByteTransformer has as many exits as num_blocks"
+                raise MisconfigurationException(explain(rule, f"{name} in several exits", fix))
+    home_of_layer = [stage_idx for stage_idx, size in enumerate(sizes) for _ in range(size)]
+    for unused, home in zip(exits or (), home_of_layer, strict=False):
+        for tensor in (*unused.parameters(), *unused.buffers()):
+            homes.setdefault(id(tensor), home)
     return homes
 
 

@@ -7,6 +7,7 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import nn
 
+from lightning_blocktrain.models import ByteTransformer
 from lightning_blocktrain.pipeline.exits import exit_after, exits_of, read_out
 from lightning_blocktrain.pipeline.orders import Clip
 from lightning_blocktrain.pipeline.split import cut_stages
@@ -214,3 +215,17 @@ def test_exits_within_one_stage_may_share_weights():
     module.exits[1] = module.exits[0]
     cut = cut_stages(module, BlockLayout(**module.configure_blocks()), SIZES)
     assert [n for n in cut.names[0] if n.startswith("exits")] == ["exits.0.norm.weight", "exits.0.norm.bias"]
+
+
+@pytest.mark.parametrize(("num_stages", "owned"), [(4, [0, 1, 2]), (2, [0, 0, 1])])
+def test_exits_of_blocks_belong_to_the_stages_that_end_with_them(num_stages, owned):
+    model = ByteTransformer(num_layers=8, num_blocks=4, width=16, num_heads=2, window_bytes=8, exits="norm")
+    cut = cut_stages(model, model.configure_blocks(), [8 // num_stages] * num_stages)
+    homes = [next(s for s, names in enumerate(cut.names) if f"exits.{idx}.norm.weight" in names) for idx in range(3)]
+    assert homes == owned
+
+
+def test_stages_that_end_within_one_block_are_refused_with_a_way_out():
+    model = ByteTransformer(num_layers=8, num_blocks=2, width=16, num_heads=2, window_bytes=8, exits="norm")
+    with pytest.raises(MisconfigurationException, match="has as many exits as num_blocks"):
+        cut_stages(model, model.configure_blocks(), [2, 2, 2, 2])
