@@ -14,8 +14,9 @@ from typing import Any
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
-from lightning_blocktrain.cli_options import at_least_0, at_least_1, command, temperature
+from lightning_blocktrain.cli_options import at_least_0, at_least_1, command
 from lightning_blocktrain.cli_runs import add_run_commands
+from lightning_blocktrain.cli_serving import add_serving_commands, counted
 from lightning_blocktrain.errors import BlockTrainError, CheckpointMismatchError, explain
 
 LIGHTNING_COMMANDS = {
@@ -34,6 +35,7 @@ EXAMPLES = """examples:
   blocktrain evaluate demo_out/diffusion_blocks.ckpt
   blocktrain generate demo_out/byte_transformer.ckpt --prompt 'Return the ' --num-bytes 200
   blocktrain export demo_out/byte_transformer.ckpt small.ckpt --exit 1
+  blocktrain serve demo_out/byte_transformer.ckpt --blocks 0
   blocktrain coordinator --state run1
   blocktrain status http://127.0.0.1:29410
 """
@@ -116,8 +118,7 @@ def build_parser() -> argparse.ArgumentParser:
     for name, text in LIGHTNING_COMMANDS.items():
         commands.add_parser(name, help=text, add_help=False)
     _add_evaluate(commands)
-    _add_generate(commands)
-    _add_export(commands)
+    add_serving_commands(commands)
     add_run_commands(commands)
     return parser
 
@@ -162,50 +163,6 @@ def _add_evaluate(commands: Any) -> None:
     )
     evaluate.add_argument("--seed", type=at_least_0, help="seed of the noise, DiffusionBlocks only (default: 0)")
     evaluate.set_defaults(run=run_evaluate)
-
-
-def _add_generate(commands: Any) -> None:
-    generate = command(
-        commands,
-        "generate",
-        "continue a text with a checkpoint",
-        "Print a prompt and its continuation; what is not printable text shows as a replacement character.",
-        "example:\n  blocktrain generate demo_out/diffusion_blocks.ckpt --prompt 'Return the ' --num-bytes 64 \\\n"
-        "      --chunk-bytes 4 --sweeps 2\n",
-    )
-    generate.add_argument("checkpoint", metavar="CKPT", type=Path, help="checkpoint file")
-    generate.add_argument("--prompt", required=True, help="text to continue; empty counts as a line break")
-    generate.add_argument("--num-bytes", type=at_least_1, default=200, help="bytes to add (default: 200)")
-    _add_exit(generate, "blocks before the exit that decides (default: all)")
-    generate.add_argument(
-        "--chunk-bytes",
-        type=at_least_1,
-        default=1,
-        help="bytes decided per sweep; above 1 for models trained with p_span above 0 (default: 1)",
-    )
-    generate.add_argument("--sweeps", type=at_least_1, default=1, help="sweeps per chunk (default: 1)")
-    generate.add_argument("--temperature", type=temperature, default=1.0, help="0 is greedy (default: 1)")
-    generate.add_argument("--seed", type=at_least_0, default=0, help="the same seed gives the same bytes (default: 0)")
-    generate.set_defaults(run=run_generate)
-
-
-def _add_export(commands: Any) -> None:
-    export = command(
-        commands,
-        "export",
-        "write the smaller model that ends at an exit of a checkpoint",
-        "Write a checkpoint of the first blocks of a model: a model of its own, which decides what the larger\n"
-        "one decides at that exit.",
-        "example:\n  blocktrain export demo_out/byte_transformer.ckpt small.ckpt --exit 1\n",
-    )
-    export.add_argument("checkpoint", metavar="CKPT", type=Path, help="checkpoint file")
-    export.add_argument("out", metavar="OUT", type=Path, help="file to write; replaced if it is there")
-    _add_exit(export, "blocks before the exit", required=True)
-    export.set_defaults(run=run_export)
-
-
-def _add_exit(parser: argparse.ArgumentParser, text: str, required: bool = False) -> None:
-    parser.add_argument("--exit", type=at_least_1, metavar="BLOCKS", required=required, help=text)
 
 
 def _add_corpus(parser: argparse.ArgumentParser) -> None:
@@ -253,39 +210,6 @@ def run_evaluate(options: argparse.Namespace) -> int:
     return 0
 
 
-def run_generate(options: argparse.Namespace) -> int:
-    """Run ``blocktrain generate``: print the prompt and what follows it."""
-    from rich.console import Console
-
-    from lightning_blocktrain.demo import printable
-    from lightning_blocktrain.models.loading import load_model
-
-    model = load_model(options.checkpoint)
-    prompt = options.prompt.encode("utf-8", errors="surrogateescape")
-    names = ("chunk_bytes", "sweeps", "temperature", "seed")
-    with Console(stderr=True).status("generating"):
-        choices = {name: getattr(options, name) for name in names}
-        new = model.generate(prompt, options.num_bytes, num_blocks=options.exit, **choices)
-    print(printable(prompt + new))
-    return 0
-
-
-def run_export(options: argparse.Namespace) -> int:
-    """Run ``blocktrain export``: write the model that ends at an exit."""
-    from lightning_blocktrain.models.loading import load_model, save_model
-
-    smaller = load_model(options.checkpoint).at_exit(options.exit)
-    save_model(smaller, options.out)
-    num_parameters = sum(parameter.numel() for parameter in smaller.parameters())
-    blocks, layers = _counted(options.exit, "block"), _counted(len(smaller.layers), "layer")
-    print(f"{options.out}: {blocks}, {layers}, {num_parameters:,} parameters")
-    return 0
-
-
-def _counted(number: int, noun: str) -> str:
-    return f"{number} {noun}{'s' * (number != 1)}"
-
-
 def _refuse_for_causal(model: object, options: dict[str, int | None]) -> None:
     """Refuse options that a causal model would ignore."""
     given = [name for name, value in options.items() if value is not None]
@@ -315,7 +239,7 @@ def _facts(model: Any, exits: Sequence[float], num_bytes: int, corpus: str) -> A
     table.add_column(f"{type(model).__name__}, objective {model.objective}", overflow="fold")
     table.add_row("bits per byte", f"{bits_per_token(exits[-1], 1):.4f}")
     for exit_idx, nats in enumerate(exits[:-1]):
-        depth = _counted(model.block_slices[exit_idx].stop, "layer")
+        depth = counted(model.block_slices[exit_idx].stop, "layer")
         table.add_row(f"  at exit {exit_idx + 1} ({depth})", f"{bits_per_token(nats, 1):.4f}")
     table.add_row("bytes evaluated", f"{num_bytes:,}")
     table.add_row("corpus", Text(corpus))

@@ -34,6 +34,7 @@ LEVELS = {
     "cli.py": 4,
     "cli_options.py": 4,
     "cli_runs.py": 4,
+    "cli_serving.py": 4,
     "cli_status.py": 4,
     "__init__.py": 4,
 }

@@ -57,7 +57,10 @@ class Manifest:
     @property
     def version(self) -> str:
         """Return the name of these weights: it differs where a weight or what it means does."""
-        meaning = [self.model_class, self.num_blocks, self.block_sigma_edges, sorted(self.digests.items())]
+        retunable = CLASSES[self.model_class].retunable
+        arguments = sorted(item for item in self.arguments.items() if item[0] not in retunable)
+        digests = sorted(self.digests.items())
+        meaning = [self.model_class, arguments, self.num_blocks, self.block_sigma_edges, digests]
         return hashlib.sha256(json.dumps(meaning).encode()).hexdigest()[:16]
 
 
@@ -98,14 +101,14 @@ def write_blocks(model: Model, folder: Path, dtype: str | None = None) -> Manife
     return manifest
 
 
-def load_blocks(path: Path, blocks: Sequence[int], dtype: str = "fp32") -> tuple[Model, Manifest]:
+def load_blocks(path: Path, blocks: Sequence[int] | None, dtype: str = "fp32") -> tuple[Model, Manifest]:
     """Return a model that holds some of its blocks and the interface; the others take no memory and cannot run.
 
     Weights whose type is the wanted one are mapped from the file.
 
     Args:
         path: A folder that ``write_blocks`` wrote, or a checkpoint.
-        blocks: Their indices.
+        blocks: Their indices; None: all.
         dtype: A key of ``DTYPES``, of the weights and of the computation.
 
     Raises:
@@ -113,6 +116,7 @@ def load_blocks(path: Path, blocks: Sequence[int], dtype: str = "fp32") -> tuple
         ValueError: If it has no such block.
     """
     manifest, stored = _open(path)
+    blocks = range(manifest.num_blocks) if blocks is None else blocks
     wrong = [block_idx for block_idx in blocks if not 0 <= block_idx < manifest.num_blocks]
     if wrong or not blocks or len(set(blocks)) < len(blocks):
         rule = f"blocks must name blocks of the model, 0 to {manifest.num_blocks - 1}, each once"
@@ -134,6 +138,7 @@ def load_blocks(path: Path, blocks: Sequence[int], dtype: str = "fp32") -> tuple
         rule = "the tensors must be those of the model that the manifest describes"
         raise CheckpointMismatchError(explain(rule, f"other names or shapes: {', '.join(misfit[:5])}", "export again"))
     model.load_state_dict(tensors, strict=False, assign=True)
+    model._device = torch.device("cpu")  # Lightning's note of where a module is; moving one with absent tensors fails
     return model.requires_grad_(False).eval(), manifest
 
 

@@ -260,10 +260,13 @@ class BlockModel(ByteModule):
         """
         refuse_generation(prompt, num_bytes, temperature)
         refuse_chunks(self, chunk_bytes, sweeps, num_draws)
-        walker = LocalWalker(self, self.refuse_no_exit(num_blocks))
-        decoder = Decoder(walker, self.window_bytes, Sampling(temperature, seed, num_draws))
+        decoder = Decoder(self.walker(num_blocks), self.window_bytes, Sampling(temperature, seed, num_draws))
         chunks = continuation(decoder, prompt, num_bytes, chunk_bytes, sweeps)
         return b"".join(bytes(chunk.decided) for chunk in chunks)
+
+    def walker(self, num_blocks: int | None = None) -> LocalWalker:
+        """Return what walks through the blocks before an exit, for one text."""
+        return LocalWalker(self, self.refuse_no_exit(num_blocks))
 
     def new_caches(self, num_blocks: int) -> Caches:
         """Return empty caches for one window, of the layers before the exit after ``num_blocks`` blocks."""

@@ -202,6 +202,14 @@ class Decoder:
         self._num_cached += len(fresh) + num_right
         return Decision(found.decided[: num_right + 1], found.probs[: num_right + 1])
 
+    def go_back(self, length: int) -> None:
+        """Forget what was made of all bytes of the text but the first ``length``: another text goes on from them."""
+        if self._first is not None:
+            if length <= self._first:
+                self._first = None
+            else:
+                self._num_cached = min(self._num_cached, length - self._first)
+
     def _fresh(self, text: Sequence[int], num_new: int) -> list[int]:
         """Return the bytes of the window that no walk has kept; begin the window anew where it is too full."""
         window = self._window
@@ -222,6 +230,58 @@ def continuation(decoder: Decoder, prompt: bytes, num_bytes: int, chunk_bytes: i
     end = len(text) + num_bytes
     while len(text) < end:
         decision = decoder.decide(text, min(chunk_bytes, end - len(text)), sweeps)
+        text += decision.decided
+        yield decision
+
+
+class Draft:
+    """Guesses what follows a text, with a model that may err.
+
+    It draws with the random numbers of whoever checks it, so that its guesses are right as often as the two models
+    agree. Whatever it guesses, the checked text is the other model's own.
+
+    Args:
+        decoder: Of the model that guesses, with the sampling of the one that checks.
+        chunk_bytes: Bytes that it decides per sweep.
+        sweeps: Sweeps per chunk.
+    """
+
+    def __init__(self, decoder: Decoder, chunk_bytes: int = 1, sweeps: int = 1) -> None:
+        self._decoder = decoder
+        self._chunk_bytes = chunk_bytes
+        self._sweeps = sweeps
+        self._seen: list[int] = []
+
+    def guess(self, text: Sequence[int], num_guesses: int) -> list[int]:
+        """Return the bytes that probably follow ``text``."""
+        alike = takewhile(lambda pair: pair[0] == pair[1], zip(self._seen, text, strict=False))
+        self._decoder.go_back(min(len(list(alike)), len(text) - 1))  # the newest byte is read again
+        self._seen = list(text)
+        guessed: list[int] = []
+        while len(guessed) < num_guesses:
+            self._seen = [*text, *guessed]
+            num_new = min(self._chunk_bytes, num_guesses - len(guessed))
+            guessed += self._decoder.decide(self._seen, num_new, self._sweeps).decided
+        return guessed
+
+
+def checked_continuation(
+    decoder: Decoder, draft: Draft, prompt: bytes, num_bytes: int, num_guesses: int
+) -> Iterator[Decision]:
+    """Yield what ``continuation`` yields byte by byte, several at a time where a draft has guessed them.
+
+    Args:
+        decoder: Of the model whose text it is.
+        draft: Guesses.
+        prompt: What is continued.
+        num_bytes: How many bytes to add.
+        num_guesses: Guesses per traversal of the decoder's blocks.
+    """
+    text = list(prompt or b"\n")
+    end = len(text) + num_bytes
+    while len(text) < end:
+        guesses = draft.guess(text, min(num_guesses, end - len(text) - 1))
+        decision = decoder.check(text, guesses)
         text += decision.decided
         yield decision
 

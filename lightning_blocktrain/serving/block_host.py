@@ -113,7 +113,7 @@ class BlockHost:
             while block_idx < errand.num_blocks and block_idx in self.facts.blocks:
                 state = self._model.step(block_idx, state, session.caches)
                 block_idx += 1
-        except (KeyError, RuntimeError) as exc:
+        except (LookupError, RuntimeError) as exc:
             self.forget(*errand.key)
             raise RequestRefusedError(f"The state before block {errand.next_block} does not fit: {exc}") from exc
         session.length = walk.start + len(walk.inputs)
@@ -155,8 +155,10 @@ class BlockHost:
 
     def _own_caches(self, errand: Errand) -> Caches:
         """Return caches for the layers that a walk runs through here, None for others."""
-        slices = [self._model.block_slices[block_idx] for block_idx in self.facts.blocks]
-        own = {layer_idx for where in slices for layer_idx in range(where.start, where.stop)}
+        slices, end = self._model.block_slices, errand.next_block
+        while end < errand.num_blocks and end in self.facts.blocks:
+            end += 1
+        own = range(slices[errand.next_block].start, slices[end - 1].stop)
         return [cache if idx in own else None for idx, cache in enumerate(self._model.new_caches(errand.num_blocks))]
 
     def forget(self, client: str, session: int | None = None) -> None:

@@ -37,7 +37,7 @@ from lightning_blocktrain.coordinator.guard import FailedTokens
 from lightning_blocktrain.errors import PortInUseError, RequestRefusedError, WireError, explain
 from lightning_blocktrain.models.generation import Decision
 from lightning_blocktrain.serving.address import Address
-from lightning_blocktrain.serving.block_host import BlockHost, SessionLostError
+from lightning_blocktrain.serving.block_host import BlockHost, Facts, SessionLostError
 from lightning_blocktrain.serving.errand import Errand, decision_message, errand_message, errand_of
 from lightning_blocktrain.serving.link import Link, dial, fields_of
 from lightning_blocktrain.transport.wire import Frame
@@ -107,6 +107,11 @@ class BlockServer:
         self._guard = FailedTokens(self.limits.failed_tokens)
         self.num_walks = 0
 
+    @property
+    def facts(self) -> Facts:
+        """What is served."""
+        return self._host.facts
+
     async def start(self) -> None:
         """Listen.
 
@@ -155,9 +160,6 @@ class BlockServer:
         link = Link(reader, writer, self.limits.stall_timeout_s)
         client = None
         try:
-            if len(self._links) >= self.limits.connections:
-                await self._turn_away(link, "busy", f"All {self.limits.connections} connections are taken.")
-                return
             self._links.add(link)
             client = await self._greet(link)
             if client is None:
@@ -194,6 +196,8 @@ class BlockServer:
     def _reason_against(self, peer: str, protocol: int, token: str, client: str) -> tuple[str, str] | None:
         """Return the code and the message with which whoever connects is turned away; None: it is welcome."""
         now = time.monotonic()
+        if len(self._links) > self.limits.connections:
+            return "busy", f"All {self.limits.connections} connections are taken."
         if self._guard.wait_s(peer, now) > 0:
             return "busy", "Too many wrong tokens from this address."
         if not hmac.compare_digest(token.encode(), self._token.encode()):

@@ -8,7 +8,7 @@ import itertools
 import os
 import random
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from types import TracebackType
 from typing import Self
 
@@ -16,12 +16,15 @@ from lightning_blocktrain.errors import TransportError, explain
 from lightning_blocktrain.models.generation import (
     Decision,
     Decoder,
+    Draft,
     Sampling,
     Walk,
+    checked_continuation,
     continuation,
     refuse_chunks,
     refuse_generation,
 )
+from lightning_blocktrain.models.loading import Model
 from lightning_blocktrain.serving.address import Address, parse_route
 from lightning_blocktrain.serving.block_host import Facts
 from lightning_blocktrain.serving.errand import WIRE_DTYPES, Errand
@@ -127,6 +130,56 @@ class SweepClient:
         with self.walker(num_blocks) as walker:
             decoder = Decoder(walker, self.facts.window_bytes, sampling)
             yield from continuation(decoder, prompt, num_bytes, chunk_bytes, sweeps)
+
+    def stream_checked(
+        self,
+        prompt: bytes,
+        num_bytes: int,
+        draft: "Model | SweepClient",
+        *,
+        num_guesses: int = 8,
+        draft_chunk_bytes: int = 1,
+        draft_sweeps: int = 1,
+        num_blocks: int | None = None,
+        temperature: float = 1.0,
+        seed: int = 0,
+    ) -> Iterator[Decision]:
+        """Yield what ``stream`` yields byte by byte with the same seed, several at a time where a draft guessed right.
+
+        Every traversal of the hosts checks ``num_guesses`` guesses and adds one byte of its own.
+
+        Args:
+            prompt: What to continue.
+            num_bytes: How many bytes to add.
+            draft: Guesses: a small model here, the exit after some blocks (``model.at_exit``), or served blocks.
+            num_guesses: Guesses per traversal, 1 or more.
+            draft_chunk_bytes: Bytes that the draft decides per sweep.
+            draft_sweeps: Its sweeps per chunk.
+            num_blocks: Blocks before the exit that decides; None: all.
+            temperature: 0 is greedy.
+            seed: The same seed gives the same bytes, whatever the draft.
+
+        Raises:
+            ValueError: If a number is out of range.
+            ServingError: If a block is served by nobody any more, or no answer comes in time.
+        """
+        refuse_generation(prompt, num_bytes, temperature)
+        guesser = draft.facts if isinstance(draft, SweepClient) else draft
+        refuse_chunks(guesser, draft_chunk_bytes, draft_sweeps, 1)
+        if num_guesses < 1:
+            raise ValueError(explain("num_guesses must be at least 1", f"num_guesses={num_guesses}", "use 8"))
+        last, sampling = self.refuse_no_exit(num_blocks), Sampling(temperature, seed)
+
+        def chunks() -> Iterator[Decision]:
+            with self.walker(last) as walker, ExitStack() as stack:
+                walks = draft.walker()
+                if isinstance(walks, RemoteWalker):
+                    stack.enter_context(walks)
+                decoder = Decoder(walker, self.facts.window_bytes, sampling)
+                guesses = Draft(Decoder(walks, guesser.window_bytes, sampling), draft_chunk_bytes, draft_sweeps)
+                yield from checked_continuation(decoder, guesses, prompt, num_bytes, num_guesses)
+
+        return chunks()
 
     def refuse_no_exit(self, num_blocks: int | None) -> int:
         """Return the number of blocks before an exit; None is the last one's.

@@ -1,7 +1,11 @@
 """Servers of blocks in threads of this process, for tests: each has an event loop of its own."""
 
-from collections.abc import Iterator, Sequence
+import asyncio
+import threading
+import time
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from typing import Any
 
 from lightning_blocktrain.models.block_files import describe, entries_of
 from lightning_blocktrain.models.loading import Model
@@ -10,23 +14,66 @@ from lightning_blocktrain.serving.block_server import BlockServer, HostLimits
 from lightning_blocktrain.transport.loop import LoopThread
 
 TOKEN = "a-token"
+WAIT_S = 20.0
 
 
 class Running:
-    """A server that can be stopped like one that dies."""
+    """A server that can be stopped like one that dies, frozen, and started again at its address."""
 
-    def __init__(self, server: BlockServer, host: BlockHost) -> None:
-        self.server = server
+    def __init__(self, host: BlockHost, limits: HostLimits | None) -> None:
         self.host = host
+        self._limits = limits
+        self._start(0)
+
+    def _start(self, port: int) -> None:
         self._loop = LoopThread("test-blocks")
-        self._loop.run(server.start)
+        self.server = BlockServer(self.host, TOKEN, ("127.0.0.1", port), limits=self._limits)
+        self._loop.run(self.server.start)
 
     @property
     def address(self) -> str:
         return str(self.server.address)
 
+    def run(self, make: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        """Run something in the server's loop."""
+        self._loop.run(make)
+
     def stop(self) -> None:
         self._loop.close(self.server.stop)
+
+    def restart(self) -> None:
+        assert self.server.address is not None
+        port = self.server.address.port
+        self.stop()
+        self._start(port)
+
+    @contextmanager
+    def frozen(self) -> Iterator[None]:
+        """Have the server answer nothing inside the block, though its connections stay."""
+        thaw, held = threading.Event(), threading.Event()
+
+        async def hold() -> None:
+            held.set()
+            thaw.wait(WAIT_S)
+
+        future = self._loop.start(hold)
+        assert held.wait(WAIT_S)
+        try:
+            yield
+        finally:
+            thaw.set()
+            future.result(WAIT_S)
+
+    def wait_until(self, holds: Callable[[], bool]) -> None:
+        """Return when a condition holds that the server's own loop brings about."""
+        end = time.monotonic() + WAIT_S
+
+        async def step() -> None:
+            await asyncio.sleep(0)
+
+        while not holds():
+            assert time.monotonic() < end
+            self._loop.run(step)
 
 
 def host_of(model: Model, blocks: Sequence[int], **options: int) -> BlockHost:
@@ -34,13 +81,14 @@ def host_of(model: Model, blocks: Sequence[int], **options: int) -> BlockHost:
 
 
 @contextmanager
-def serving(model: Model, *blocks: Sequence[int], limits: HostLimits | None = None) -> Iterator[list[Running]]:
+def serving(
+    model: Model, *blocks: Sequence[int], limits: HostLimits | None = None, **options: int
+) -> Iterator[list[Running]]:
     """Serve these blocks of a model, one server for each entry."""
     with ExitStack() as stack:
         servers = []
         for own in blocks:
-            host = host_of(model, own)
-            running = Running(BlockServer(host, TOKEN, limits=limits), host)
+            running = Running(host_of(model, own, **options), limits)
             stack.callback(running.stop)
             servers.append(running)
         yield servers

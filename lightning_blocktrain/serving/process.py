@@ -1,0 +1,117 @@
+"""A host of blocks as a process: loads what it serves, listens until a signal comes, leaves nothing behind.
+
+Owns the signals. Owns no argument parsing.
+"""
+
+import asyncio
+import logging
+import signal
+import ssl
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from lightning_blocktrain.errors import explain
+from lightning_blocktrain.models.block_files import load_blocks
+from lightning_blocktrain.serving.block_host import BlockHost
+from lightning_blocktrain.serving.block_server import BlockServer, HostLimits
+from lightning_blocktrain.transport.address import is_loopback
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class HostSettings:
+    """What a host serves, and how it is reached.
+
+    Args:
+        path: A folder of blocks, or a checkpoint.
+        blocks: Their indices; None: all.
+        token: What everyone who connects must know; in no message or representation.
+        listen: Host and port; port 0 lets the system choose.
+        dtype: Of weights and computation: ``fp32`` or ``bf16``.
+        certfile: PEM certificate chain; with it the host speaks TLS.
+        keyfile: PEM key of the certificate; None: in ``certfile``.
+        max_sessions: Most texts at once.
+        limits: What the server takes.
+    """
+
+    path: Path
+    blocks: Sequence[int] | None
+    token: str = field(repr=False)
+    listen: tuple[str, int] = ("127.0.0.1", 0)
+    dtype: str = "fp32"
+    certfile: Path | None = None
+    keyfile: Path | None = None
+    max_sessions: int = 256
+    limits: HostLimits = field(default_factory=HostLimits)
+
+    def __post_init__(self) -> None:
+        if self.keyfile is not None and self.certfile is None:
+            got = f"keyfile={self.keyfile}, certfile=None"
+            raise ValueError(explain("keyfile needs a certfile", got, "give both, or neither for plain TCP"))
+
+    def tls(self) -> ssl.SSLContext | None:
+        """Return what makes the host speak TLS; None for plain TCP.
+
+        Raises:
+            ValueError: If certificate and key cannot be read, or do not belong together.
+        """
+        if self.certfile is None:
+            return None
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.minimum_version = ssl.TLSVersion.TLSv1_2
+        try:
+            context.load_cert_chain(self.certfile, self.keyfile)
+        except OSError as exc:
+            got = f"certfile={self.certfile}, keyfile={self.keyfile} ({exc})"
+            raise ValueError(explain("certificate and key must be a readable pair", got, "correct the paths")) from exc
+        return context
+
+
+def open_server(settings: HostSettings) -> BlockServer:
+    """Return a server of the blocks that settings name, loaded; it does not listen yet.
+
+    Raises:
+        CheckpointMismatchError: If there is no such model.
+        ValueError: If it has no such block, or the certificate cannot be used.
+    """
+    tls = settings.tls()
+    if tls is None and not is_loopback(settings.listen[0]):
+        warnings.warn(
+            f"The host listens on {settings.listen[0]} without TLS: token and texts travel readable.", stacklevel=2
+        )
+    model, manifest = load_blocks(settings.path, settings.blocks, settings.dtype)
+    blocks = range(manifest.num_blocks) if settings.blocks is None else settings.blocks
+    host = BlockHost(model, manifest, blocks, settings.dtype, settings.max_sessions)
+    return BlockServer(host, settings.token, settings.listen, tls, settings.limits)
+
+
+def serve_blocks(settings: HostSettings, on_listening: Callable[[BlockServer], None] | None = None) -> None:
+    """Serve until SIGINT or SIGTERM comes; in the main thread only.
+
+    Args:
+        settings: What and how.
+        on_listening: Called as soon as walks are taken.
+
+    Raises:
+        PortInUseError: And the others of ``open_server``.
+    """
+    asyncio.run(until_signalled(open_server(settings), on_listening))
+
+
+async def until_signalled(server: BlockServer, on_listening: Callable[[BlockServer], None] | None) -> None:
+    """Start a server, wait for SIGINT or SIGTERM, and stop it."""
+    signalled = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, signalled.set)
+    try:
+        await server.start()
+        log.info("blocks %s: listening on %s", server.facts.blocks, server.address)
+        if on_listening is not None:
+            on_listening(server)
+        await signalled.wait()
+    finally:
+        await server.stop()
