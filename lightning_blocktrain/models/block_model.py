@@ -21,6 +21,7 @@ from lightning_blocktrain.models.generation import (
     Decoder,
     LocalWalker,
     Sampling,
+    StepCaches,
     continuation,
     refuse_chunks,
     refuse_generation,
@@ -75,7 +76,7 @@ class BlockModel(ByteModule):
         self.p_span = p_span
         self.layers = nn.ModuleList(Layer(width, num_heads, layer) for _ in range(num_layers))
 
-    def run_block(self, block_idx: int, hidden: Tensor, caches: Caches | None = None) -> Tensor:
+    def run_block(self, block_idx: int, hidden: Tensor, caches: StepCaches | None = None) -> Tensor:
         """Return the hidden states after block ``block_idx``; (B, T, D) to (B, T, D)."""
         for layer_idx in range(len(self.layers))[self.block_slices[block_idx]]:
             hidden = self.layers[layer_idx](hidden, None if caches is None else caches[layer_idx])
@@ -91,7 +92,7 @@ class BlockModel(ByteModule):
         """
 
     @abstractmethod
-    def step(self, block_idx: int, state: State, caches: Caches | None = None) -> State:
+    def step(self, block_idx: int, state: State, caches: StepCaches | None = None) -> State:
         """Run block ``block_idx`` on what it reads; return what the block after it would read.
 
         Args:

@@ -11,7 +11,7 @@ from typing_extensions import override
 from lightning_blocktrain.errors import explain
 from lightning_blocktrain.models.base import Batch, ByteModule
 from lightning_blocktrain.models.block_model import BlockModel, State
-from lightning_blocktrain.models.generation import Caches
+from lightning_blocktrain.models.generation import StepCaches
 from lightning_blocktrain.models.transformer import VOCABULARY, ExitNorm, OwnExit, Readout, init_weights
 from lightning_blocktrain.partition import default_num_blocks
 from lightning_blocktrain.protocols import BlockLayout
@@ -122,7 +122,7 @@ class ByteTransformer(BlockModel):
         return (self.embed(inputs),)
 
     @override
-    def step(self, block_idx: int, state: State, caches: Caches | None = None) -> State:
+    def step(self, block_idx: int, state: State, caches: StepCaches | None = None) -> State:
         """Return the hidden state after a block (B, T, D) and, where logits add up, those of its exit (B, T, V)."""
         hidden = self.run_block(block_idx, state[0], caches)
         if self.objective == "features":

@@ -24,7 +24,7 @@ from lightning_blocktrain.edm import coefficients, euler_step, sample_sigma, wei
 from lightning_blocktrain.errors import explain
 from lightning_blocktrain.models.base import Batch, ByteModule
 from lightning_blocktrain.models.block_model import BlockModel, State
-from lightning_blocktrain.models.generation import Caches
+from lightning_blocktrain.models.generation import StepCaches
 from lightning_blocktrain.models.transformer import VOCABULARY, LayerKind, Readout, init_weights
 from lightning_blocktrain.partition import block_sigma_edges, sweep_sigmas, widened_band
 from lightning_blocktrain.protocols import BlockLayout
@@ -172,7 +172,7 @@ class DiffusionBlocks(BlockModel):
         z: Tensor | None,
         sigma: Tensor,
         shown: Tensor | None = None,
-        caches: Caches | None = None,
+        caches: StepCaches | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Run one block on what it reads and ``z``.
 
@@ -283,7 +283,7 @@ class DiffusionBlocks(BlockModel):
         return (hidden, hidden.new_empty(0), *([] if noise is None else [self.sweep_sigmas[0] * noise.to(hidden)]))
 
     @override
-    def step(self, block_idx: int, state: State, caches: Caches | None = None) -> State:
+    def step(self, block_idx: int, state: State, caches: StepCaches | None = None) -> State:
         """Return what the next block reads, the logits of this block's exit, and ``z`` at the next noise level."""
         hidden, z = state[0], state[2] if len(state) > 2 else None
         sigma = self.sweep_sigmas[block_idx]

@@ -17,10 +17,13 @@ import torch
 from torch import Tensor
 
 from lightning_blocktrain.errors import explain
-from lightning_blocktrain.models.transformer import VOCABULARY, KeyValueCache
+from lightning_blocktrain.models.transformer import VOCABULARY, JointCache, KeyValueCache
 
 Caches = Sequence[KeyValueCache | None]
 """One per layer; None for a layer that looks at no other position."""
+
+StepCaches = Sequence[KeyValueCache | JointCache | None]
+"""The same, or those of several texts at once."""
 
 
 @dataclass(frozen=True)

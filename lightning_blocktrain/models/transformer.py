@@ -5,6 +5,7 @@ Owns layers and readout; knows nothing of losses, noise, blocks or Lightning.
 Shapes: ``B`` sequences, ``T`` bytes per window, ``D`` width, ``H`` heads, ``V`` = 256 byte values.
 """
 
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Literal
 
@@ -49,6 +50,21 @@ class KeyValueCache:
         """Forget all positions but the first ``length``."""
         assert 0 <= length <= self.length
         self.length = length
+
+
+class JointCache:
+    """The caches of several texts whose new positions stand one behind the other in one sequence, for one layer.
+
+    So the linear maps of a layer see all positions at once, and attention every text by itself.
+
+    Args:
+        caches: One per text.
+        lengths: New positions of each.
+    """
+
+    def __init__(self, caches: Sequence[KeyValueCache], lengths: Sequence[int]) -> None:
+        self.caches = tuple(caches)
+        self.lengths = list(lengths)
 
 
 @lru_cache(maxsize=16)
@@ -98,25 +114,34 @@ class CausalAttention(nn.Module):
         self.qkv = nn.Linear(width, 3 * width)
         self.out = nn.Linear(width, width)
 
-    def forward(self, x: Tensor, cache: KeyValueCache | None = None) -> Tensor:
+    def forward(self, x: Tensor, cache: KeyValueCache | JointCache | None = None) -> Tensor:
         """Attend from each position to itself and those before it; (B, T, D) to (B, T, D).
 
         With a cache, ``x`` are the positions after those that it holds.
         """
         B, T, D = x.shape
-        start = 0 if cache is None else cache.length
         qkv = self.qkv(x).view(B, T, 3, self.num_heads, D // self.num_heads).permute(2, 0, 3, 1, 4)
-        q, k = rotate(qkv[:2], start)
-        v = qkv[2]
-        if cache is not None:
-            k, v = cache.append(k, v)
-        if start and T > 1:
-            mask = causal_lower_right(T, start + T)
-            mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+        if isinstance(cache, JointCache):
+            texts = zip(qkv.split(cache.lengths, dim=3), cache.caches, strict=True)
+            mixed = torch.cat([attend(own, kept) for own, kept in texts], dim=2)
         else:
-            mixed = F.scaled_dot_product_attention(q, k, v, is_causal=T > 1)  # (B, H, T, D / H)
+            mixed = attend(qkv, cache)
         out: Tensor = self.out(mixed.transpose(1, 2).reshape(B, T, D))
         return out
+
+
+def attend(qkv: Tensor, cache: KeyValueCache | None) -> Tensor:
+    """Return what each position takes from itself and those before it; (3, B, H, T, size) to (B, H, T, size)."""
+    T = qkv.shape[3]
+    start = 0 if cache is None else cache.length
+    q, k = rotate(qkv[:2], start)
+    v = qkv[2]
+    if cache is not None:
+        k, v = cache.append(k, v)
+    if start and T > 1:
+        mask = causal_lower_right(T, start + T)
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+    return F.scaled_dot_product_attention(q, k, v, is_causal=T > 1)
 
 
 class Mlp(nn.Module):
@@ -153,7 +178,7 @@ class Layer(nn.Module):
         self.mlp = Mlp(width, 4 * width)
         self.norm_mlp = nn.LayerNorm(width)
 
-    def forward(self, x: Tensor, cache: KeyValueCache | None = None) -> Tensor:
+    def forward(self, x: Tensor, cache: KeyValueCache | JointCache | None = None) -> Tensor:
         """Apply the layer; (B, T, D) to (B, T, D)."""
         if self.attention is not None:
             x = x + self.attention(self.norm_attention(x), cache)

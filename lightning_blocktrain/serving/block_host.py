@@ -12,10 +12,20 @@ from torch import Tensor
 from lightning_blocktrain.errors import RequestRefusedError
 from lightning_blocktrain.models.block_files import DTYPES, Manifest
 from lightning_blocktrain.models.block_model import State, newest
-from lightning_blocktrain.models.generation import Caches, Decision, decide, rewind, walk_inputs, walk_noise
+from lightning_blocktrain.models.generation import (
+    Caches,
+    Decision,
+    StepCaches,
+    decide,
+    rewind,
+    walk_inputs,
+    walk_noise,
+)
 from lightning_blocktrain.models.loading import Model
-from lightning_blocktrain.models.transformer import VOCABULARY
+from lightning_blocktrain.models.transformer import VOCABULARY, JointCache
 from lightning_blocktrain.serving.errand import MAX_DRAWS, Errand
+
+Outcome = Errand | Decision
 
 
 class SessionLostError(RequestRefusedError):
@@ -52,6 +62,26 @@ class Facts:
     p_span: float
     has_noise: bool
     model_class: str = field(default="", compare=False)
+
+
+def alike(one: Errand, other: Errand) -> bool:
+    """Tell whether two walks may run together: through the same blocks, in different sessions, one draw each."""
+    same = (one.next_block, one.num_blocks) == (other.next_block, other.num_blocks)
+    return same and one.key != other.key and one.walk.sampling.num_draws == other.walk.sampling.num_draws == 1
+
+
+def joined(states: Sequence[State]) -> State:
+    """Return several states (1, T_i, ...) as one, (1, sum of T_i, ...); what has no positions stays as it is."""
+    return tuple(
+        torch.cat(tensors, dim=1) if tensors[0].dim() > 1 else tensors[0] for tensors in zip(*states, strict=True)
+    )
+
+
+def parted(state: State, lengths: Sequence[int]) -> list[State]:
+    """Return what ``joined`` joined."""
+    sizes = list(lengths)
+    parts = [t.split_with_sizes(sizes, dim=1) if t.dim() > 1 else (t,) * len(sizes) for t in state]
+    return list(zip(*parts, strict=True))
 
 
 class BlockHost:
@@ -95,33 +125,91 @@ class BlockHost:
         """Sessions whose keys and values are held."""
         return len(self._sessions)
 
-    @torch.inference_mode()
-    def run(self, errand: Errand) -> Errand | Decision:
+    def run(self, errand: Errand) -> Outcome:
         """Run a walk through those of its next blocks that are here; return it as it goes on, or what it decides.
 
         Raises:
             RequestRefusedError: If it makes no sense here.
             SessionLostError: If it goes on from what is not here.
         """
+        [outcome] = self.run_together([errand])
+        if isinstance(outcome, RequestRefusedError):
+            raise outcome
+        return outcome
+
+    @torch.inference_mode()
+    def run_together(self, errands: Sequence[Errand]) -> list[Outcome | RequestRefusedError]:
+        """Run walks of different sessions at once; return for each what ``run`` returns or raises.
+
+        Args:
+            errands: Several only where all are ``alike``. The last bits of what is computed may then depend on who else
+                is there, since kernels sum in another order over more positions.
+        """
+        begun: list[tuple[Errand, _Session, State]] = []
+        outcomes: dict[int, Outcome | RequestRefusedError] = {}
+        for errand in errands:
+            try:
+                begun.append((errand, *self._begin(errand)))
+            except RequestRefusedError as exc:
+                outcomes[id(errand)] = exc
+        if begun:
+            try:
+                states, next_block = self._through_blocks(begun)
+            except (LookupError, RuntimeError) as exc:
+                if len(begun) > 1:  # one of them does not fit
+                    return [self.run_together([errand])[0] for errand in errands]
+                [(errand, _, _)] = begun
+                self.forget(*errand.key)
+                states, next_block = [], 0
+                reason = f"The state before block {errand.next_block} does not fit: {exc}"
+                outcomes[id(errand)] = RequestRefusedError(reason)
+            for (errand, session, _), state in zip(begun, states, strict=False):
+                session.length = errand.walk.start + len(errand.walk.inputs)
+                outcomes[id(errand)] = self._outcome(errand, next_block, state)
+        return [outcomes[id(errand)] for errand in errands]
+
+    def _begin(self, errand: Errand) -> tuple[_Session, State]:
+        """Return a walk's session, rewound to where it starts, and the state before its next block.
+
+        Raises:
+            RequestRefusedError: If it makes no sense here.
+        """
         self._refuse(errand)
         session = self._session(errand)
-        walk, block_idx, inputs = errand.walk, errand.next_block, walk_inputs(self._model, errand.walk)
-        rewind(session.caches, walk.start)
-        session.length = walk.start
+        rewind(session.caches, errand.walk.start)
+        session.length = errand.walk.start
+        inputs = walk_inputs(self._model, errand.walk)
         try:
-            state = self._resumed(errand, inputs) if block_idx else self._start(errand, inputs)
-            while block_idx < errand.num_blocks and block_idx in self.facts.blocks:
-                state = self._model.step(block_idx, state, session.caches)
-                block_idx += 1
-        except (LookupError, RuntimeError) as exc:
+            return session, self._resumed(errand, inputs) if errand.next_block else self._start(errand, inputs)
+        except LookupError as exc:
             self.forget(*errand.key)
-            raise RequestRefusedError(f"The state before block {errand.next_block} does not fit: {exc}") from exc
-        session.length = walk.start + len(walk.inputs)
-        if block_idx < errand.num_blocks:
-            return errand.after(block_idx, self._model.carried(state))
-        if walk.num_read == 0:
+            raise RequestRefusedError(
+                f"The state before block {errand.next_block} does not fit: it lacks {exc}"
+            ) from exc
+
+    def _through_blocks(self, begun: Sequence[tuple[Errand, _Session, State]]) -> tuple[list[State], int]:
+        """Return the states of walks after the blocks that are here, and the block that is next."""
+        errand, session, state = begun[0]
+        caches: StepCaches = session.caches
+        lengths = [len(errand.walk.inputs) for errand, _, _ in begun]
+        if len(begun) > 1:
+            state = joined([state for _, _, state in begun])
+            caches = [
+                JointCache([cache for cache in kept if cache is not None], lengths) if kept[0] is not None else None
+                for kept in zip(*(session.caches for _, session, _ in begun), strict=True)
+            ]
+        block_idx = errand.next_block
+        while block_idx < errand.num_blocks and block_idx in self.facts.blocks:
+            state = self._model.step(block_idx, state, caches)
+            block_idx += 1
+        return ([state] if len(begun) == 1 else parted(state, lengths)), block_idx
+
+    def _outcome(self, errand: Errand, next_block: int, state: State) -> Outcome:
+        if next_block < errand.num_blocks:
+            return errand.after(next_block, self._model.carried(state))
+        if errand.walk.num_read == 0:
             return Decision((), ())
-        return decide(self._model.read(block_idx - 1, newest(state, walk.num_read)), walk)
+        return decide(self._model.read(next_block - 1, newest(state, errand.walk.num_read)), errand.walk)
 
     def _start(self, errand: Errand, inputs: Tensor) -> State:
         return self._model.start(inputs, walk_noise(self._model, errand.walk))

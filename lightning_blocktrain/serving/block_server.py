@@ -37,7 +37,7 @@ from lightning_blocktrain.coordinator.guard import FailedTokens
 from lightning_blocktrain.errors import PortInUseError, RequestRefusedError, WireError, explain
 from lightning_blocktrain.models.generation import Decision
 from lightning_blocktrain.serving.address import Address
-from lightning_blocktrain.serving.block_host import BlockHost, Facts, SessionLostError
+from lightning_blocktrain.serving.block_host import BlockHost, Facts, Outcome, SessionLostError, alike
 from lightning_blocktrain.serving.errand import Errand, decision_message, errand_message, errand_of
 from lightning_blocktrain.serving.link import Link, dial, fields_of
 from lightning_blocktrain.transport.wire import Frame
@@ -58,6 +58,7 @@ class HostLimits:
     Args:
         connections: Most at once.
         waiting: Most walks that wait for their turn.
+        batch: Most walks that run at once, where several wait. 1: the bits of a text never depend on others.
         stall_timeout_s: A transfer without progress for so long is given up.
         connect_timeout_s: Longest wait for the next host to take a connection.
         failed_tokens: Wrong tokens per address and minute that are answered.
@@ -65,6 +66,7 @@ class HostLimits:
 
     connections: int = 512
     waiting: int = 1024
+    batch: int = 16
     stall_timeout_s: float = 60.0
     connect_timeout_s: float = 5.0
     failed_tokens: int = 10
@@ -103,6 +105,7 @@ class BlockServer:
         self._waiting: deque[Errand] = deque()
         self._arrived = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
+        self._connected: set[asyncio.Task[Any]] = set()
         self._links: set[Link] = set()
         self._guard = FailedTokens(self.limits.failed_tokens)
         self.num_walks = 0
@@ -133,11 +136,12 @@ class BlockServer:
         """Stop listening, end all connections and the thread."""
         if self._server is not None:
             self._server.close()
-        for task in list(self._tasks):
+        for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         for link in list(self._links):
-            await link.close()
+            await link.close()  # its task then ends by itself, and forgets what belongs to it
+        await asyncio.gather(*self._connected, return_exceptions=True)
         for forwarder in self._next.values():
             await forwarder.close()
         if self._server is not None:
@@ -156,7 +160,7 @@ class BlockServer:
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.current_task()
         assert task is not None
-        self._tasks.add(task)
+        self._connected.add(task)
         link = Link(reader, writer, self.limits.stall_timeout_s)
         client = None
         try:
@@ -169,14 +173,14 @@ class BlockServer:
         except WireError as exc:
             with suppress(OSError, TimeoutError):
                 await self._turn_away(link, "malformed", str(exc))
-        except (OSError, TimeoutError, asyncio.CancelledError) as exc:
+        except (OSError, TimeoutError) as exc:
             log.debug("the connection from %s ended: %r", link.peer, exc)
         finally:
             if client and self._clients.get(client) is link:
                 await self._dismiss(client)
             self._links.discard(link)
             await link.close()
-            self._tasks.discard(task)
+            self._connected.discard(task)
 
     async def _greet(self, link: Link) -> str | None:
         """Return the client of a new connection, empty where it is a host; None: it was turned away."""
@@ -244,23 +248,39 @@ class BlockServer:
             while not self._waiting:
                 self._arrived.clear()
                 await self._arrived.wait()
-            errand = self._waiting.popleft()
-            if errand.client not in self._clients:  # nobody would hear of it
-                continue
+            # A session of a client that has left would stay for ever.
+            errands = [errand for errand in self._next_batch() if errand.client in self._clients]
             try:
-                outcome = await self._in_thread(self._host.run, errand)
-            except SessionLostError as exc:
-                self._spawn(self._fail(errand, "lost", str(exc)))
-            except RequestRefusedError as exc:
-                self._spawn(self._fail(errand, "refused", str(exc)))
+                outcomes = await self._in_thread(self._host.run_together, errands)
             except Exception:
-                log.exception("a walk failed")
-                self._spawn(self._fail(errand, "internal", "The host failed to compute it; its log says why."))
-            else:
-                self.num_walks += 1
-                self._deliver(errand, outcome)
+                log.exception("walks failed")
+                failure = RequestRefusedError("The host failed to compute it; its log says why.")
+                outcomes = [failure] * len(errands)
+            for errand, outcome in zip(errands, outcomes, strict=True):
+                if isinstance(outcome, RequestRefusedError):
+                    code = "lost" if isinstance(outcome, SessionLostError) else "refused"
+                    self._spawn(self._fail(errand, code, str(outcome)))
+                else:
+                    self.num_walks += 1
+                    self._deliver(errand, outcome)
 
-    def _deliver(self, errand: Errand, outcome: Errand | Decision) -> None:
+    def _next_batch(self) -> list[Errand]:
+        """Take the walks to run next: that which came first, and those that may run with it.
+
+        The walks of a session stay in order.
+        """
+        batch: list[Errand] = [self._waiting.popleft()]
+        passed_over: list[Errand] = []
+        keys = {batch[0].key}
+        while self._waiting and len(batch) < self.limits.batch:
+            errand = self._waiting.popleft()
+            fits = errand.key not in keys and alike(batch[0], errand)
+            (batch if fits else passed_over).append(errand)
+            keys.add(errand.key)
+        self._waiting.extendleft(reversed(passed_over))
+        return batch
+
+    def _deliver(self, errand: Errand, outcome: Outcome) -> None:
         if isinstance(outcome, Decision):
             if errand.walk.num_read:
                 self._spawn(self._tell(errand.client, *decision_message(errand, outcome)))

@@ -96,3 +96,10 @@ def serving(
 
 def route_of(servers: Sequence[Running]) -> str:
     return ",".join(running.address for running in servers)
+
+
+def all_forgotten(servers: Sequence[Running]) -> bool:
+    """Tell whether every server forgets all sessions, which it hears of without an answer."""
+    for running in servers:
+        running.wait_until(lambda running=running: running.host.num_sessions == 0)  # type: ignore[misc]
+    return True

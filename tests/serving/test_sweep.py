@@ -12,7 +12,7 @@ from lightning_blocktrain.serving.block_server import HostLimits
 from lightning_blocktrain.serving.client import SweepClient
 from lightning_blocktrain.serving.fleet import HostLostError, Patience, ServingError
 from tests.models.cases import CAUSAL, NOISY, T, causal, lively, noisy
-from tests.serving.local import TOKEN, Running, route_of, serving
+from tests.serving.local import TOKEN, Running, all_forgotten, route_of, serving
 
 SHORT = Patience(connect_s=5.0, walk_s=20.0, redial_s=0.0)
 CHOICES: list[dict[str, Any]] = [
@@ -37,7 +37,7 @@ def test_bytes_over_tcp_are_those_of_one_process(case: Any, chained: bool) -> No
             assert client.generate(b"hello", 3 * T, seed=3, **choices) == model.generate(
                 b"hello", 3 * T, seed=3, **choices
             )
-        assert [running.host.num_sessions for running in servers] == [0, 0, 0]
+        assert all_forgotten(servers)
 
 
 def test_probabilities_over_tcp_are_those_of_one_process_to_the_bit() -> None:
@@ -195,8 +195,7 @@ def test_a_client_that_leaves_in_mid_stream_frees_its_place() -> None:
         next(chunks)
         assert [running.host.num_sessions for running in servers] == [1, 1]
         client.close()  # as a process that dies does: nothing is said
-        for running in servers:
-            running.wait_until(lambda running=running: running.host.num_sessions == 0)
+        assert all_forgotten(servers)
 
 
 def test_more_sessions_than_places_are_refused_and_a_free_place_is_used() -> None:
