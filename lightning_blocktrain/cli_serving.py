@@ -7,12 +7,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from lightning_blocktrain.cli_options import at_least_0, at_least_1, block_numbers, command, temperature
+from lightning_blocktrain.cli_options import at_least_0, at_least_1, block_numbers, command, seconds, temperature
 from lightning_blocktrain.cli_runs import parse_listen, plain_warnings
 from lightning_blocktrain.errors import explain
 from lightning_blocktrain.transport.address import TOKEN, check_sendable
 
 DEFAULT_LISTEN = "127.0.0.1:29500"
+DEFAULT_COMPLETIONS = "127.0.0.1:8000"
 
 
 def add_serving_commands(commands: Any) -> None:
@@ -20,6 +21,8 @@ def add_serving_commands(commands: Any) -> None:
     _add_generate(commands)
     _add_export(commands)
     _add_serve(commands)
+    _add_completions(commands)
+    _add_plan(commands)
 
 
 def _add_generate(commands: Any) -> None:
@@ -108,6 +111,61 @@ def _add_serve(commands: Any) -> None:
     serve.add_argument("--max-sessions", type=at_least_1, default=256, help="most texts at once (default: 256)")
     serve.add_argument("--threads", type=at_least_1, help="threads that compute (default: torch's own choice)")
     serve.set_defaults(run=run_serve)
+
+
+def _add_completions(commands: Any) -> None:
+    completions = command(
+        commands,
+        "completions",
+        "answer POST /v1/completions from hosts that serve blocks",
+        "Serve HTTP in the shape that client libraries of language models expect (a token is a byte), from hosts that\n"
+        f"serve blocks. They take the token in {TOKEN}; HTTP clients send it as their API key.",
+        "example:\n  blocktrain completions --route 127.0.0.1:29500,127.0.0.1:29501 --listen 127.0.0.1:8000\n",
+    )
+    completions.add_argument("--route", metavar="HOST:PORT,...", required=True, help="hosts that serve the blocks")
+    completions.add_argument(
+        "--listen",
+        default=DEFAULT_COMPLETIONS,
+        metavar="HOST:PORT",
+        help=f"address (default: {DEFAULT_COMPLETIONS}, this machine only; port 0: any free one)",
+    )
+    completions.add_argument(
+        "--model", default="blocktrain", help="name of the model in requests (default: blocktrain)"
+    )
+    completions.add_argument("--certfile", type=Path, metavar="PEM", help="certificate chain; with it it speaks HTTPS")
+    completions.add_argument(
+        "--keyfile", type=Path, metavar="PEM", help="key of the certificate (default: in --certfile)"
+    )
+    completions.set_defaults(run=run_completions)
+
+
+def _add_plan(commands: Any) -> None:
+    plan = command(
+        commands,
+        "plan",
+        "predict memory, bytes and time of serving a shape on several hosts",
+        "Predict what a shape needs on one host per block, and how long an output takes in one sweep or byte by byte.\n"
+        "The speed of a host is that of this machine, measured in some seconds, unless it is given.",
+        "examples:\n  blocktrain plan --width 512 --num-layers 12 --num-blocks 3 --rtt-ms 50 --output-bytes 128\n"
+        "  blocktrain plan --width 10240 --num-layers 60 --num-blocks 3 --dtype fp16 \\\n"
+        "      --tflops 100 --memory-gb-s 1500 --rtt-ms 50 --mbit-s 1000\n",
+    )
+    plan.add_argument("--width", type=at_least_1, required=True, help="D")
+    plan.add_argument("--num-layers", type=at_least_1, required=True, help="L")
+    plan.add_argument("--num-blocks", type=at_least_1, default=3, help="B, one host each (default: 3)")
+    plan.add_argument("--window-bytes", type=at_least_1, default=256, help="longest window (default: 256)")
+    plan.add_argument("--output-bytes", type=at_least_1, default=128, help="length of the output (default: 128)")
+    plan.add_argument("--prompt-bytes", type=at_least_1, default=32, help="length of the prompt (default: 32)")
+    plan.add_argument("--sessions", type=at_least_1, default=1, help="texts at once, for the memory (default: 1)")
+    plan.add_argument("--dtype", choices=["fp32", "bf16", "fp16"], default="fp32", help="of weights (default: fp32)")
+    plan.add_argument("--wire", choices=["fp32", "bf16"], default="fp32", help="of states (default: fp32)")
+    plan.add_argument("--rtt-ms", type=temperature, default=0.0, help="round trip of every link (default: 0)")
+    plan.add_argument("--mbit-s", type=seconds, help="bandwidth of every link (default: no limit)")
+    plan.add_argument("--tflops", type=seconds, help="of a host, instead of this machine's")
+    plan.add_argument(
+        "--memory-gb-s", type=seconds, help="at which a host reads its weights, instead of this machine's"
+    )
+    plan.set_defaults(run=run_plan)
 
 
 def add_exit(parser: argparse.ArgumentParser, text: str) -> None:
@@ -203,6 +261,66 @@ def run_serve(options: argparse.Namespace) -> int:
             announce,
         )
     print("blocktrain serve: ended", file=sys.stderr)
+    return 0
+
+
+def run_completions(options: argparse.Namespace) -> int:
+    """Run ``blocktrain completions``."""
+    import asyncio
+
+    from lightning_blocktrain.serving.client import SweepClient
+    from lightning_blocktrain.serving.completions import CompletionServer
+    from lightning_blocktrain.serving.process import server_tls, until_signalled
+
+    token, listen = token_of_environment(), parse_listen(options.listen)
+
+    def announce(server: CompletionServer) -> None:
+        print(f"{server.url}/v1/completions, model {server.model}")
+        print("Ctrl-C ends it.", flush=True)
+
+    with plain_warnings():
+        tls = server_tls(listen[0], options.certfile, options.keyfile)
+        with SweepClient(options.route, token) as client:
+            server = CompletionServer(client, token, listen, tls, model=options.model)
+            asyncio.run(until_signalled(server, announce))
+    print("blocktrain completions: ended", file=sys.stderr)
+    return 0
+
+
+def run_plan(options: argparse.Namespace) -> int:
+    """Run ``blocktrain plan``."""
+    from rich.console import Console
+
+    from lightning_blocktrain.serving.plan import Machine, Network, ServedShape, measured_machine, plan
+
+    names = ("width", "num_layers", "num_blocks", "window_bytes", "dtype", "wire")
+    shape = ServedShape(**{name: getattr(options, name) for name in names})
+    if (options.tflops is None) != (options.memory_gb_s is None):
+        rule = "--tflops and --memory-gb-s describe a host together"
+        got = f"--tflops {options.tflops}, --memory-gb-s {options.memory_gb_s}"
+        raise ValueError(explain(rule, got, "give both, or neither to measure this machine"))
+    if options.tflops is not None:
+        machine, source = Machine(options.tflops * 1e12, options.memory_gb_s * 1e9, 1e-4, 1e-3), "as given"
+    elif options.dtype == "fp16":
+        rule = "the speed of fp16 is not measured on a CPU"
+        raise ValueError(explain(rule, "--dtype fp16", "give --tflops and --memory-gb-s"))
+    else:
+        machine, source = measured_machine(min(options.width, 2048), dtype=options.dtype), "measured on this machine"
+    network = Network(options.rtt_ms / 1e3, options.mbit_s * 1e6 / 8 if options.mbit_s else float("inf"))
+    found = plan(shape, machine, network, options.output_bytes, options.prompt_bytes, options.sessions)
+    rows = {
+        "shape (logical: nothing is trained)": f"{shape.num_parameters / 1e9:.3g} B parameters, {options.dtype}",
+        "speed of a host": f"{machine.flops_per_s / 1e12:.3g} TFLOP/s, {machine.bytes_per_s / 1e9:.3g} GB/s, {source}",
+        "weights, keys and values of a host": f"{found.host_bytes / 2**30:.3g} GiB",
+        "one sweep, predicted": f"{found.sweep_s:.3g} s, {options.output_bytes / found.sweep_s:.3g} bytes/s",
+        "  moved": f"{found.sweep_bytes:,} bytes",
+        "byte by byte, predicted": f"{found.plain_s:.3g} s, {options.output_bytes / found.plain_s:.3g} bytes/s",
+        "  moved ": f"{found.plain_bytes:,} bytes",
+        "ratio": f"{found.plain_s / found.sweep_s:.3g}",
+    }
+    console = Console()
+    for name, value in rows.items():
+        console.print(f"{name:<36}{value}", soft_wrap=True, highlight=False)
     return 0
 
 

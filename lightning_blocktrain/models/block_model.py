@@ -259,7 +259,7 @@ class BlockModel(ByteModule):
         Raises:
             ValueError: If ``prompt`` is not bytes, or a number is out of range.
         """
-        refuse_generation(prompt, num_bytes, temperature)
+        refuse_generation(prompt, num_bytes, temperature, seed)
         refuse_chunks(self, chunk_bytes, sweeps, num_draws)
         decoder = Decoder(self.walker(num_blocks), self.window_bytes, Sampling(temperature, seed, num_draws))
         chunks = continuation(decoder, prompt, num_bytes, chunk_bytes, sweeps)

@@ -7,7 +7,8 @@ Every position of a text has noise of its own, and every byte Gumbel noise of it
 position alone. So whoever repeats a traversal, on whatever machine, repeats its random numbers.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+import math
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from itertools import takewhile
@@ -18,6 +19,9 @@ from torch import Tensor
 
 from lightning_blocktrain.errors import explain
 from lightning_blocktrain.models.transformer import VOCABULARY, JointCache, KeyValueCache
+
+MAX_DRAWS = 64
+"""Most walks whose probabilities are averaged."""
 
 Caches = Sequence[KeyValueCache | None]
 """One per layer; None for a layer that looks at no other position."""
@@ -227,7 +231,7 @@ class Decoder:
         return self._walk(Walk(self._num_cached, tuple(inputs), position, num_read, self._sampling))
 
 
-def continuation(decoder: Decoder, prompt: bytes, num_bytes: int, chunk_bytes: int, sweeps: int) -> Iterator[Decision]:
+def continuation(decoder: Decoder, prompt: bytes, num_bytes: int, chunk_bytes: int, sweeps: int) -> Generator[Decision]:
     """Yield what continues a prompt, chunk by chunk; see ``BlockModel.generate``."""
     text = list(prompt or b"\n")
     end = len(text) + num_bytes
@@ -270,7 +274,7 @@ class Draft:
 
 def checked_continuation(
     decoder: Decoder, draft: Draft, prompt: bytes, num_bytes: int, num_guesses: int
-) -> Iterator[Decision]:
+) -> Generator[Decision]:
     """Yield what ``continuation`` yields byte by byte, several at a time where a draft has guessed them.
 
     Args:
@@ -289,16 +293,18 @@ def checked_continuation(
         yield decision
 
 
-def refuse_generation(prompt: bytes, num_bytes: int, temperature: float) -> None:
+def refuse_generation(prompt: bytes, num_bytes: int, temperature: float, seed: int = 0) -> None:
     """Refuse what no model can generate from.
 
     Raises:
-        ValueError: If ``prompt`` is not bytes, or a number is negative.
+        ValueError: If ``prompt`` is not bytes, or a number is negative or too large.
     """
-    if not isinstance(prompt, bytes) or num_bytes < 0 or not temperature >= 0:
+    if type(seed) is not int or not 0 <= seed < 2**63:
+        raise ValueError(explain("seed must be a whole number in 0 .. 2**63 - 1", f"seed={seed!r}", "use 0"))
+    if not isinstance(prompt, bytes) or num_bytes < 0 or not 0 <= temperature < math.inf:
         raise ValueError(
             explain(
-                "generate: prompt must be bytes, num_bytes and temperature at least 0",
+                "generate: prompt must be bytes, num_bytes and temperature at least 0 and finite",
                 f"prompt={type(prompt).__name__}, num_bytes={num_bytes}, temperature={temperature}",
                 "encode text with .encode()",
             )
@@ -330,8 +336,8 @@ def refuse_chunks(model: Generates, chunk_bytes: int, sweeps: int, num_draws: in
     Raises:
         ValueError: Naming what does not fit.
     """
-    if not 1 <= chunk_bytes <= model.window_bytes or sweeps < 1 or num_draws < 1:
-        rule = "chunk_bytes must be in 1 .. window_bytes, sweeps and num_draws at least 1"
+    if not 1 <= chunk_bytes <= model.window_bytes or sweeps < 1 or not 1 <= num_draws <= MAX_DRAWS:
+        rule = f"chunk_bytes must be in 1 .. window_bytes, sweeps at least 1 and num_draws in 1 .. {MAX_DRAWS}"
         got = f"chunk_bytes={chunk_bytes}, sweeps={sweeps}, num_draws={num_draws}, "
         got += f"window_bytes={model.window_bytes}"
         raise ValueError(explain(rule, got, "chunk_bytes=1, sweeps=1 is autoregressive"))
@@ -348,13 +354,13 @@ def sample_bytes(logits: Tensor, temperature: float, gumbel: Tensor) -> Tensor:
 
     Args:
         logits: (..., V).
-        temperature: Divides the logits, >= 0.
+        temperature: What the logits are divided by, >= 0; the noise is multiplied instead, so that none overflows.
         gumbel: Standard Gumbel noise (..., V); the same noise always picks the same byte.
 
     Returns:
         Byte values, int64, (...).
     """
-    return (logits if temperature == 0 else logits / temperature + gumbel).argmax(-1)
+    return (logits + temperature * gumbel).argmax(-1)
 
 
 def position_generator(seed: int, position: int, purpose: Literal["noise", "gumbel"]) -> torch.Generator:

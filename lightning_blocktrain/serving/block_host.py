@@ -13,6 +13,7 @@ from lightning_blocktrain.errors import RequestRefusedError
 from lightning_blocktrain.models.block_files import DTYPES, Manifest
 from lightning_blocktrain.models.block_model import State, newest
 from lightning_blocktrain.models.generation import (
+    MAX_DRAWS,
     Caches,
     Decision,
     StepCaches,
@@ -23,7 +24,7 @@ from lightning_blocktrain.models.generation import (
 )
 from lightning_blocktrain.models.loading import Model
 from lightning_blocktrain.models.transformer import VOCABULARY, JointCache
-from lightning_blocktrain.serving.errand import MAX_DRAWS, Errand
+from lightning_blocktrain.serving.errand import Errand
 
 Outcome = Errand | Decision
 

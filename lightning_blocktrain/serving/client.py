@@ -7,7 +7,7 @@ that live, and the text goes on. Random numbers belong to positions, so it goes 
 import itertools
 import os
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import ExitStack, suppress
 from types import TracebackType
 from typing import Self
@@ -117,16 +117,16 @@ class SweepClient:
         num_draws: int = 1,
         temperature: float = 1.0,
         seed: int = 0,
-    ) -> Iterator[Decision]:
+    ) -> Generator[Decision]:
         """Yield what continues ``prompt``, chunk by chunk, each byte with its probability; see ``generate``."""
-        refuse_generation(prompt, num_bytes, temperature)
+        refuse_generation(prompt, num_bytes, temperature, seed)
         refuse_chunks(self.facts, chunk_bytes, sweeps, num_draws)
         sampling = Sampling(temperature, seed, num_draws)
         return self._stream(prompt, num_bytes, self.refuse_no_exit(num_blocks), chunk_bytes, sweeps, sampling)
 
     def _stream(
         self, prompt: bytes, num_bytes: int, num_blocks: int, chunk_bytes: int, sweeps: int, sampling: Sampling
-    ) -> Iterator[Decision]:
+    ) -> Generator[Decision]:
         with self.walker(num_blocks) as walker:
             decoder = Decoder(walker, self.facts.window_bytes, sampling)
             yield from continuation(decoder, prompt, num_bytes, chunk_bytes, sweeps)
@@ -143,7 +143,7 @@ class SweepClient:
         num_blocks: int | None = None,
         temperature: float = 1.0,
         seed: int = 0,
-    ) -> Iterator[Decision]:
+    ) -> Generator[Decision]:
         """Yield what ``stream`` yields byte by byte with the same seed, several at a time where a draft guessed right.
 
         Every traversal of the hosts checks ``num_guesses`` guesses and adds one byte of its own.
@@ -163,14 +163,14 @@ class SweepClient:
             ValueError: If a number is out of range.
             ServingError: If a block is served by nobody any more, or no answer comes in time.
         """
-        refuse_generation(prompt, num_bytes, temperature)
+        refuse_generation(prompt, num_bytes, temperature, seed)
         guesser = draft.facts if isinstance(draft, SweepClient) else draft
         refuse_chunks(guesser, draft_chunk_bytes, draft_sweeps, 1)
         if num_guesses < 1:
             raise ValueError(explain("num_guesses must be at least 1", f"num_guesses={num_guesses}", "use 8"))
         last, sampling = self.refuse_no_exit(num_blocks), Sampling(temperature, seed)
 
-        def chunks() -> Iterator[Decision]:
+        def chunks() -> Generator[Decision]:
             with self.walker(last) as walker, ExitStack() as stack:
                 walks = draft.walker()
                 if isinstance(walks, RemoteWalker):
@@ -263,10 +263,11 @@ class RemoteWalker:
             try:
                 decision = self._run([*replayed, walk])
             except HostLostError as exc:
-                lost, self._path = exc, []
+                lost = exc
                 self.num_moves += 1
                 if exc.address is not None and self._fleet.reaches(exc.address):  # from here, if not from its neighbour
                     self._chained = False
+                self._leave()
             else:
                 self._kept.append(walk)
                 return decision
@@ -274,9 +275,15 @@ class RemoteWalker:
 
     def _settle(self) -> None:
         """Choose hosts for a new session."""
-        self._loop.run(self._fleet.connect)
         self._session = next(self._sessions)
-        self._path = self._fleet.path(self._num_blocks, self._session)
+        self._path = self._loop.run(lambda: self._fleet.path(self._num_blocks, self._session))
+
+    def _leave(self) -> None:
+        """Have the hosts of this session forget it."""
+        session, path = self._session, self._path
+        self._path = []
+        with suppress(TransportError):  # the client is closed: they have forgotten it
+            self._loop.run(lambda: self._fleet.forget(session, path))
 
     def _run(self, walks: Sequence[Walk]) -> Decision:
         errands = []
@@ -297,10 +304,7 @@ class RemoteWalker:
         self, kind: type[BaseException] | None, exc: BaseException | None, trace: TracebackType | None
     ) -> None:
         """Tell the hosts that the session is over."""
-        if self._path:
-            session, path = self._session, self._path
-            with suppress(HostLostError, TransportError):  # it has forgotten everything
-                self._loop.run(lambda: self._fleet.forget(session, path))
+        self._leave()
 
 
 def _silent(walk: Walk) -> Walk:

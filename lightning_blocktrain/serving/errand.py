@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from lightning_blocktrain.errors import WireError
-from lightning_blocktrain.models.generation import Decision, Sampling, Walk
+from lightning_blocktrain.models.generation import MAX_DRAWS, Decision, Sampling, Walk
 from lightning_blocktrain.models.transformer import VOCABULARY
 from lightning_blocktrain.serving.address import Address
 from lightning_blocktrain.serving.link import fields_of
@@ -20,7 +20,6 @@ from lightning_blocktrain.transport.wire import Frame
 
 WIRE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 STATE = "state."
-MAX_DRAWS = 64
 MAX_HOSTS = 1024
 MAX_CLIENT_CHARS = 64
 

@@ -8,6 +8,7 @@ import logging
 import secrets
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -154,8 +155,8 @@ class Fleet:
                 rule = "all hosts of a route must serve the same version of one model"
                 raise ServingError(explain(rule, "; ".join(differing), "export once and serve that everywhere"))
 
-    def path(self, num_blocks: int, turn: int) -> list[Address]:
-        """Return hosts that, one after the other, hold the blocks before an exit.
+    async def path(self, num_blocks: int, turn: int) -> list[Address]:
+        """Return hosts that, one after the other, hold the blocks before an exit; connect anew to some that were lost.
 
         Args:
             num_blocks: Blocks before the exit.
@@ -163,7 +164,9 @@ class Fleet:
 
         Raises:
             HostLostError: Naming the first block that nobody serves.
+            ServingError: If hosts serve different versions.
         """
+        await self.connect()
         path: list[Address] = []
         block_idx = 0
         while block_idx < num_blocks:
@@ -211,9 +214,9 @@ class Fleet:
         return found
 
     async def forget(self, session: int, path: Sequence[Address]) -> None:
-        """Tell the hosts of a path that a session is over."""
+        """Tell the hosts of a path that a session is over; one that is lost has forgotten it."""
         for address in path:
-            if address in self._connections:
+            with suppress(HostLostError):
                 await self._send(address, {"kind": "forget", "client": self.name, "session": session}, {})
 
     def reaches(self, address: Address) -> bool:
@@ -294,6 +297,8 @@ class Fleet:
 
     def _take(self, frame: Frame, connection: _Connection) -> None:
         kind = frame.header.get("kind")
+        if kind == "refused":  # it ends the connection
+            raise ConnectionRefusedError(str(frame.header.get("message"))[:500])
         if kind == "pong":
             connection.pongs.put_nowait(None)
             return

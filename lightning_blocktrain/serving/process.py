@@ -4,21 +4,19 @@ Owns the signals. Owns no argument parsing.
 """
 
 import asyncio
-import logging
 import signal
 import ssl
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Protocol, TypeVar
 
 from lightning_blocktrain.errors import explain
 from lightning_blocktrain.models.block_files import load_blocks
 from lightning_blocktrain.serving.block_host import BlockHost
 from lightning_blocktrain.serving.block_server import BlockServer, HostLimits
 from lightning_blocktrain.transport.address import is_loopback
-
-log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -47,27 +45,33 @@ class HostSettings:
     max_sessions: int = 256
     limits: HostLimits = field(default_factory=HostLimits)
 
-    def __post_init__(self) -> None:
-        if self.keyfile is not None and self.certfile is None:
-            got = f"keyfile={self.keyfile}, certfile=None"
-            raise ValueError(explain("keyfile needs a certfile", got, "give both, or neither for plain TCP"))
 
-    def tls(self) -> ssl.SSLContext | None:
-        """Return what makes the host speak TLS; None for plain TCP.
+def server_tls(host: str, certfile: Path | None, keyfile: Path | None) -> ssl.SSLContext | None:
+    """Return what makes a server speak TLS; None for plain TCP, of which other machines' users are warned.
 
-        Raises:
-            ValueError: If certificate and key cannot be read, or do not belong together.
-        """
-        if self.certfile is None:
-            return None
-        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        context.minimum_version = ssl.TLSVersion.TLSv1_2
-        try:
-            context.load_cert_chain(self.certfile, self.keyfile)
-        except OSError as exc:
-            got = f"certfile={self.certfile}, keyfile={self.keyfile} ({exc})"
-            raise ValueError(explain("certificate and key must be a readable pair", got, "correct the paths")) from exc
-        return context
+    Args:
+        host: Where it listens.
+        certfile: PEM certificate chain.
+        keyfile: PEM key; None: in ``certfile``.
+
+    Raises:
+        ValueError: If certificate and key cannot be read, or do not belong together.
+    """
+    if certfile is None:
+        if keyfile is not None:
+            got = f"keyfile={keyfile}, certfile=None"
+            raise ValueError(explain("keyfile needs a certfile", got, "give both, or neither for no TLS"))
+        if not is_loopback(host):
+            warnings.warn(f"It listens on {host} without TLS: token and texts travel readable.", stacklevel=2)
+        return None
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    try:
+        context.load_cert_chain(certfile, keyfile)
+    except OSError as exc:
+        got = f"certfile={certfile}, keyfile={keyfile} ({exc})"
+        raise ValueError(explain("certificate and key must be a readable pair", got, "correct the paths")) from exc
+    return context
 
 
 def open_server(settings: HostSettings) -> BlockServer:
@@ -77,11 +81,7 @@ def open_server(settings: HostSettings) -> BlockServer:
         CheckpointMismatchError: If there is no such model.
         ValueError: If it has no such block, or the certificate cannot be used.
     """
-    tls = settings.tls()
-    if tls is None and not is_loopback(settings.listen[0]):
-        warnings.warn(
-            f"The host listens on {settings.listen[0]} without TLS: token and texts travel readable.", stacklevel=2
-        )
+    tls = server_tls(settings.listen[0], settings.certfile, settings.keyfile)
     model, manifest = load_blocks(settings.path, settings.blocks, settings.dtype)
     blocks = range(manifest.num_blocks) if settings.blocks is None else settings.blocks
     host = BlockHost(model, manifest, blocks, settings.dtype, settings.max_sessions)
@@ -101,7 +101,22 @@ def serve_blocks(settings: HostSettings, on_listening: Callable[[BlockServer], N
     asyncio.run(until_signalled(open_server(settings), on_listening))
 
 
-async def until_signalled(server: BlockServer, on_listening: Callable[[BlockServer], None] | None) -> None:
+class Server(Protocol):
+    """What listens from ``start`` to ``stop``."""
+
+    async def start(self) -> None:
+        """Listen."""
+        ...
+
+    async def stop(self) -> None:
+        """End everything."""
+        ...
+
+
+S = TypeVar("S", bound=Server)
+
+
+async def until_signalled(server: S, on_listening: Callable[[S], None] | None) -> None:
     """Start a server, wait for SIGINT or SIGTERM, and stop it."""
     signalled = asyncio.Event()
     loop = asyncio.get_running_loop()
@@ -109,7 +124,6 @@ async def until_signalled(server: BlockServer, on_listening: Callable[[BlockServ
         loop.add_signal_handler(number, signalled.set)
     try:
         await server.start()
-        log.info("blocks %s: listening on %s", server.facts.blocks, server.address)
         if on_listening is not None:
             on_listening(server)
         await signalled.wait()

@@ -253,7 +253,7 @@ def test_generate_reads_the_newest_bytes_that_fit_the_window(record: Any) -> Non
     [
         ({"chunk_bytes": 0}, "chunk_bytes must be in 1 .. window_bytes.*got chunk_bytes=0"),
         ({"chunk_bytes": T + 1}, "chunk_bytes must be in 1 .. window_bytes.*window_bytes=8"),
-        ({"sweeps": 0}, "sweeps and num_draws at least 1; got chunk_bytes=1, sweeps=0"),
+        ({"sweeps": 0}, "sweeps at least 1 and num_draws in 1 .. 64; got chunk_bytes=1, sweeps=0"),
         ({"temperature": -1.0}, "temperature at least 0.*temperature=-1.0"),
         ({"num_bytes": -1}, "num_bytes and temperature at least 0.*num_bytes=-1"),
         ({"prompt": "abc"}, "prompt must be bytes.*prompt=str"),

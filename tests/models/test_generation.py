@@ -199,3 +199,18 @@ def test_sample_bytes_has_the_probabilities_of_the_softmax() -> None:
         # Four standard errors of a share of 20,000 are at most 0.0142.
         torch.testing.assert_close(counts / 20_000, expected / expected.sum(), atol=0.0142, rtol=0)
     assert sample_bytes(probabilities.log(), 0.0, torch.tensor([0.0, 9.0, 9.0])) == 0
+    for nearly_greedy in (1e-30, 1e-50):  # dividing by these would overflow
+        assert sample_bytes(probabilities.log(), nearly_greedy, torch.tensor([0.0, 9.0, 9.0])) == 0
+
+
+@pytest.mark.parametrize("seed", [-1, 2**63, 1.5, True])
+def test_a_seed_that_is_none_is_refused(seed: Any) -> None:
+    with pytest.raises(ValueError, match=r"seed must be a whole number in 0 \.\. 2\*\*63 - 1; got seed="):
+        causal("features").generate(b"a", 1, seed=seed)
+
+
+def test_numbers_beyond_every_use_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"temperature at least 0 and finite; got .*temperature=inf"):
+        causal("features").generate(b"a", 1, temperature=float("inf"))
+    with pytest.raises(ValueError, match=r"num_draws in 1 \.\. 64; got .*num_draws=65"):
+        noisy("denoise").generate(b"a", 1, num_draws=65)

@@ -29,6 +29,7 @@ class Running:
         self._loop = LoopThread("test-blocks")
         self.server = BlockServer(self.host, TOKEN, ("127.0.0.1", port), limits=self._limits)
         self._loop.run(self.server.start)
+        self._stopped = False
 
     @property
     def address(self) -> str:
@@ -39,7 +40,10 @@ class Running:
         self._loop.run(make)
 
     def stop(self) -> None:
-        self._loop.close(self.server.stop)
+        if not self._stopped:
+            self._stopped = True
+            self._loop.run(self.server.stop)
+            self._loop.close(_nothing)
 
     def restart(self) -> None:
         assert self.server.address is not None
@@ -74,6 +78,10 @@ class Running:
         while not holds():
             assert time.monotonic() < end
             self._loop.run(step)
+
+
+async def _nothing() -> None:
+    pass
 
 
 def host_of(model: Model, blocks: Sequence[int], **options: int) -> BlockHost:

@@ -131,6 +131,24 @@ def test_a_host_that_came_back_serves_again() -> None:
         assert client.generate(b"hello", 9, seed=1) == before
 
 
+def test_a_text_that_moves_leaves_no_session_behind() -> None:
+    model = causal("features")
+    with serving(model, [0], [1], [2]) as servers, client_of(servers) as client:
+        chunks = client.stream(b"hello", 20, seed=1)
+        text = bytes(next(chunks).decided)
+        servers[2].restart()
+        text += b"".join(bytes(chunk.decided) for chunk in chunks)
+        assert text == model.generate(b"hello", 20, seed=1)
+        assert all_forgotten(servers)
+
+
+def test_a_host_that_ends_the_connection_says_why() -> None:
+    with serving(causal("features"), [0, 1, 2]) as servers, client_of(servers) as client:
+        walker = client.walker()
+        with pytest.raises(HostLostError, match=r"The inputs of a walk are 0 to 256"):
+            walker(Walk(0, (300,), 0, 1, Sampling()))
+
+
 def test_hosts_of_different_versions_are_refused() -> None:
     ours, others = causal("features"), causal("features")
     others.layers[2].mlp.up.bias.data += 1e-3
@@ -173,6 +191,9 @@ def test_nobody_listens_there() -> None:
         ({"chunk_bytes": T + 1}, f"chunk_bytes={T + 1}"),
         ({"temperature": -0.5}, "temperature=-0.5"),
         ({"num_draws": 2}, "num_draws above 1 needs a model with noise"),
+        ({"num_draws": 65}, r"num_draws in 1 \.\. 64"),
+        ({"seed": 2**63}, f"seed={2**63}"),
+        ({"temperature": float("inf")}, "temperature=inf"),
     ],
 )
 def test_wrong_arguments_are_refused_before_a_host_is_asked(choices: dict[str, Any], words: str) -> None:

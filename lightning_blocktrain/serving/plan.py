@@ -1,0 +1,282 @@
+"""How much memory, how many bytes and how long: served blocks of a shape on given hosts, before anything is trained.
+
+Pure arithmetic, but for ``measured_machine``, which times this machine. All predictions are for one request at a time.
+
+A traversal of T new positions costs every host the larger of two times per layer, its FLOPs and the reading of its
+weights, and every link half its RTT and its message's bytes. Plain decoding makes one traversal per byte with T = 1:
+there the weights are read anew for every byte, and every byte waits for every link.
+"""
+
+import asyncio
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from lightning_blocktrain.errors import explain
+from lightning_blocktrain.models.transformer import VOCABULARY, KeyValueCache, Layer
+from lightning_blocktrain.serving.address import Address
+from lightning_blocktrain.serving.link import Link, dial
+
+DTYPE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
+MESSAGE_BYTES = 720
+"""Of a walk's message beside its inputs and its state: header, names, digest."""
+DECISION_BYTES = 5
+"""Of a decided byte: itself and its probability."""
+
+
+@dataclass(frozen=True)
+class ServedShape:
+    """What is served.
+
+    Args:
+        width: D.
+        num_layers: L.
+        num_blocks: B, a divisor of L; one host each.
+        window_bytes: Longest window.
+        dtype: Of the weights: ``fp32``, ``bf16`` or ``fp16``.
+        wire: Of states between hosts: ``fp32`` or ``bf16``.
+        denoises: Whether it is a DiffusionBlocks (``denoise_features``): the state then holds ``z`` too.
+
+    Raises:
+        ValueError: If a number is out of range.
+    """
+
+    width: int
+    num_layers: int
+    num_blocks: int
+    window_bytes: int = 256
+    dtype: str = "fp32"
+    wire: str = "fp32"
+    denoises: bool = True
+
+    def __post_init__(self) -> None:
+        numbers = {"width": self.width, "num_layers": self.num_layers, "num_blocks": self.num_blocks}
+        if min(numbers.values()) < 1 or self.num_layers % self.num_blocks or self.window_bytes < 1:
+            rule = "width, num_layers, num_blocks and window_bytes must be at least 1, and num_blocks divide num_layers"
+            got = ", ".join(f"{name}={value}" for name, value in numbers.items())
+            raise ValueError(explain(rule, f"{got}, window_bytes={self.window_bytes}", "correct them"))
+        if self.dtype not in DTYPE_BYTES or self.wire not in ("fp32", "bf16"):
+            rule = f"dtype must be one of {', '.join(DTYPE_BYTES)}, and wire fp32 or bf16"
+            raise ValueError(explain(rule, f"dtype={self.dtype!r}, wire={self.wire!r}", "choose from these"))
+
+    @property
+    def layers_per_block(self) -> int:
+        """L / B."""
+        return self.num_layers // self.num_blocks
+
+    @property
+    def layer_parameters(self) -> int:
+        """Of one layer: ``12 D^2 + 13 D``."""
+        return 12 * self.width**2 + 13 * self.width
+
+    @property
+    def interface_parameters(self) -> int:
+        """Of what stands beside the layers, all of it."""
+        D = self.width
+        readout, embedding = (VOCABULARY + 2) * D, (VOCABULARY + 1) * D
+        if not self.denoises:
+            return readout + embedding - D  # no row for unknown bytes
+        noise = (32 * D + D) + (D * D + D)  # embedding of the noise level
+        return readout + embedding + 2 * D + VOCABULARY * D + D * D + 2 * D + D + noise
+
+    @property
+    def num_parameters(self) -> int:
+        """Of the whole model."""
+        return self.num_layers * self.layer_parameters + self.interface_parameters
+
+    def host_bytes(self, sessions: int = 1) -> int:
+        """Return the bytes of weights and of keys and values on one host.
+
+        Args:
+            sessions: Texts at once.
+        """
+        weights = self.layers_per_block * self.layer_parameters + self.interface_parameters
+        cached = sessions * self.layers_per_block * 2 * self.window_bytes * self.width
+        return (weights + cached) * DTYPE_BYTES[self.dtype]
+
+    def state_bytes(self, positions: int) -> int:
+        """Return the bytes of a walk's message between two hosts."""
+        tensors = 2 if self.denoises else 1
+        return MESSAGE_BYTES + positions * (2 + tensors * self.width * DTYPE_BYTES[self.wire])
+
+    def walk_bytes(self, positions: int, num_read: int) -> int:
+        """Return the bytes that one traversal moves over all links."""
+        ends = 2 * MESSAGE_BYTES + 2 * positions + DECISION_BYTES * num_read
+        return (self.num_blocks - 1) * self.state_bytes(positions) + ends
+
+
+@dataclass(frozen=True)
+class Machine:
+    """How fast a host computes.
+
+    Args:
+        flops_per_s: Of matrix products over many positions.
+        bytes_per_s: Of weights that are read for one position.
+        layer_s: Of a layer beside these: the calls of its operations.
+        message_s: Of a message: to write, send, check and read it on a link without delay.
+    """
+
+    flops_per_s: float
+    bytes_per_s: float
+    layer_s: float
+    message_s: float
+
+    def layer_seconds(self, shape: ServedShape, positions: int, context: int) -> float:
+        """Return the seconds of one layer over new positions after a context."""
+        attention = 4 * positions * (context + positions / 2) * shape.width
+        flops = 2 * positions * shape.layer_parameters + attention
+        reading = shape.layer_parameters * DTYPE_BYTES[shape.dtype]
+        return self.layer_s + max(flops / self.flops_per_s, reading / self.bytes_per_s)
+
+
+@dataclass(frozen=True)
+class Network:
+    """The links between client and hosts, all alike.
+
+    Args:
+        rtt_s: Of every link.
+        bytes_per_s: Of every link.
+    """
+
+    rtt_s: float = 0.0
+    bytes_per_s: float = float("inf")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What to expect of a shape.
+
+    Args:
+        host_bytes: Weights, keys and values on each host.
+        sweep_bytes: Moved by one sweep over the whole output.
+        sweep_s: Of the output in one sweep, the prompt included.
+        plain_s: Of the output byte by byte.
+        plain_bytes: Moved by it.
+    """
+
+    host_bytes: int
+    sweep_bytes: int
+    sweep_s: float
+    plain_s: float
+    plain_bytes: int
+
+
+def walk_seconds(
+    shape: ServedShape, machine: Machine, network: Network, positions: int, num_read: int, context: int = 0
+) -> float:
+    """Return the seconds of one traversal, from the client through all hosts and back.
+
+    Args:
+        shape: What is served.
+        machine: The hosts.
+        network: The links.
+        positions: New ones.
+        num_read: Of them, those that decide a byte.
+        context: Positions before them whose keys and values are there.
+    """
+    computing = shape.num_layers * machine.layer_seconds(shape, positions, context)
+    # A block that denoises reads out at every level; others only at the exit.
+    read = num_read + (shape.num_blocks - 1) * positions * shape.denoises
+    computing += 2 * read * VOCABULARY * shape.width / machine.flops_per_s
+    links = shape.num_blocks + 1
+    moving = (
+        links * (network.rtt_s / 2 + machine.message_s) + shape.walk_bytes(positions, num_read) / network.bytes_per_s
+    )
+    return computing + moving
+
+
+def plan(
+    shape: ServedShape, machine: Machine, network: Network, output_bytes: int, prompt_bytes: int = 32, sessions: int = 1
+) -> Plan:
+    """Return what to expect of an output after a prompt, in one sweep and byte by byte.
+
+    Raises:
+        ValueError: If the output does not fit into the window.
+    """
+    positions = prompt_bytes + output_bytes - 1
+    if min(output_bytes, prompt_bytes) < 1 or positions > shape.window_bytes:
+        rule = "prompt and output must be at least a byte each, and fit into the window together"
+        got = f"prompt_bytes={prompt_bytes}, output_bytes={output_bytes}, window_bytes={shape.window_bytes}"
+        raise ValueError(explain(rule, got, "shorten them, or plan a longer window"))
+    sweep_s = walk_seconds(shape, machine, network, positions, output_bytes)
+    plain_s = walk_seconds(shape, machine, network, prompt_bytes, 1)
+    plain_bytes = shape.walk_bytes(prompt_bytes, 1) + (output_bytes - 1) * shape.walk_bytes(1, 1)
+    for idx in range(1, output_bytes):
+        plain_s += walk_seconds(shape, machine, network, 1, 1, prompt_bytes + idx - 1)
+    return Plan(shape.host_bytes(sessions), shape.walk_bytes(positions, output_bytes), sweep_s, plain_s, plain_bytes)
+
+
+@torch.inference_mode()
+def measured_machine(width: int = 512, positions: int = 128, dtype: str = "fp32", repeats: int = 5) -> Machine:
+    """Return how fast this machine is with the threads that torch has now; takes a few seconds.
+
+    Args:
+        width: Of the layers that are timed: those that are to be served, or 512.
+        positions: Of a sweep.
+        dtype: ``fp32`` or ``bf16``.
+        repeats: Of every timing; the fastest counts.
+    """
+    torch_dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[dtype]
+    shape = ServedShape(width, 1, 1, dtype=dtype)
+    # More layers than caches hold, so that weights are read from memory as they are in a host of many layers.
+    num_layers = max(2, min(16, 2**28 // (shape.layer_parameters * DTYPE_BYTES[dtype])))
+    heads = max(1, width // 64)
+    layers = [Layer(width, heads).to(torch_dtype) for _ in range(num_layers)]
+    tiny = [Layer(32, 1).to(torch_dtype) for _ in range(num_layers)]
+
+    def seconds(stack: list[Layer], length: int, size: int) -> float:
+        hidden = torch.zeros(1, length, size, dtype=torch_dtype)
+
+        def through() -> None:
+            found = hidden
+            for layer in stack:
+                found = layer(found, KeyValueCache(length))
+
+        return fastest(through, repeats) / len(stack)
+
+    layer_s = seconds(tiny, 1, 32)
+    many, one = seconds(layers, positions, width) - layer_s, seconds(layers, 1, width) - layer_s
+    flops = 2 * positions * shape.layer_parameters + 2 * positions**2 * width
+    reading = shape.layer_parameters * DTYPE_BYTES[dtype]
+    return Machine(flops / max(many, 1e-9), reading / max(one, 1e-9), layer_s, measured_message_s())
+
+
+def measured_message_s(repeats: int = 50) -> float:
+    """Return the seconds that a short message takes from one end of a link on this machine to the other."""
+
+    async def echo(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        link = Link(reader, writer, 10.0)
+        while (frame := await link.receive(2**16)) is not None:
+            await link.send(frame.header, frame.tensors)
+        await link.close()
+
+    async def measure() -> float:
+        server = await asyncio.start_server(echo, "127.0.0.1", 0)
+        link = await dial(Address(*server.sockets[0].getsockname()[:2]), 10.0, 10.0)
+        header, tensors = {"kind": "walk", "padding": "x" * 300}, {"inputs": torch.zeros(1, dtype=torch.int16)}
+        times = []
+        for _ in range(repeats):
+            begin = time.perf_counter()
+            await link.send(header, tensors)
+            await link.receive(2**16)
+            times.append(time.perf_counter() - begin)
+        await link.close()
+        server.close()
+        await server.wait_closed()
+        return statistics.median(times) / 2
+
+    return asyncio.run(measure())
+
+
+def fastest(work: Callable[[], None], repeats: int) -> float:
+    """Return the seconds of the fastest of some runs, after one that is not timed."""
+    work()
+    times = []
+    for _ in range(repeats):
+        begin = time.perf_counter()
+        work()
+        times.append(time.perf_counter() - begin)
+    return min(times)

@@ -1,0 +1,105 @@
+"""What is predicted of served shapes, against real models and real messages."""
+
+import itertools
+
+import pytest
+
+from lightning_blocktrain.models import ByteTransformer, DiffusionBlocks
+from lightning_blocktrain.models.loading import Model
+from lightning_blocktrain.serving.client import SweepClient
+from lightning_blocktrain.serving.plan import (
+    MESSAGE_BYTES,
+    Machine,
+    Network,
+    ServedShape,
+    measured_machine,
+    plan,
+    walk_seconds,
+)
+from tests.serving.local import TOKEN, route_of, serving
+
+FAST = Machine(1e12, 1e12, 0.0, 0.0)
+
+
+def models(width: int = 32) -> list[tuple[Model, ServedShape]]:
+    cut = {"num_layers": 6, "num_blocks": 3, "width": width, "window_bytes": 64}
+    sweep = DiffusionBlocks(objective="denoise_features", p_span=0.5, **cut).eval()
+    causal = ByteTransformer(**cut).eval()
+    return [(sweep, ServedShape(width, 6, 3, 64)), (causal, ServedShape(width, 6, 3, 64, denoises=False))]
+
+
+@pytest.mark.parametrize("width", [16, 64])
+def test_parameters_are_those_of_the_models(width: int) -> None:
+    for model, shape in models(width):
+        assert shape.num_parameters == sum(parameter.numel() for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("positions", [1, 40])
+def test_bytes_of_messages_are_those_that_travel(positions: int) -> None:
+    for model, shape in models(64):
+        with serving(model, [0], [1], [2]) as servers, SweepClient(route_of(servers), TOKEN, chained=False) as client:
+            before = client.traffic_bytes
+            client.generate(bytes(positions), 1)
+            sent, received = (after - start for after, start in zip(client.traffic_bytes, before, strict=True))
+        # Step by step every state between two hosts comes here and goes on: both are counted.
+        messages = shape.walk_bytes(positions, 1) + (shape.num_blocks - 1) * shape.state_bytes(positions)
+        assert sent + received == pytest.approx(messages, abs=8 * MESSAGE_BYTES, rel=0.02)
+
+
+def test_memory_of_a_host() -> None:
+    shape = ServedShape(512, 12, 3, 256, "bf16")
+    layer = 12 * 512**2 + 13 * 512
+    assert shape.host_bytes(0) == 2 * (4 * layer + shape.interface_parameters)
+    assert shape.host_bytes(10) - shape.host_bytes(0) == 10 * 4 * 2 * 256 * 512 * 2
+
+
+def test_distance_alone_makes_plain_slower_by_the_length_of_the_output() -> None:
+    shape, far = ServedShape(512, 12, 3, denoises=False), Network(rtt_s=0.05)
+    found = plan(shape, Machine(1e30, 1e30, 0.0, 0.0), far, 128)
+    assert found.sweep_s == pytest.approx(4 * 0.025)
+    assert found.plain_s / found.sweep_s == pytest.approx(128)
+
+
+def test_time_grows_with_everything_that_takes_time() -> None:
+    shape, network = ServedShape(256, 6, 3), Network(0.01, 1e6)
+    base = walk_seconds(shape, FAST, network, 16, 16)
+    slower = [
+        walk_seconds(ServedShape(256, 12, 3), FAST, network, 16, 16),
+        walk_seconds(ServedShape(512, 6, 3), FAST, network, 16, 16),
+        walk_seconds(shape, Machine(1e9, 1e12, 0.0, 0.0), network, 16, 16),
+        walk_seconds(shape, Machine(1e12, 1e9, 0.0, 0.0), network, 16, 16),
+        walk_seconds(shape, Machine(1e12, 1e12, 1e-3, 0.0), network, 16, 16),
+        walk_seconds(shape, Machine(1e12, 1e12, 0.0, 1e-3), network, 16, 16),
+        walk_seconds(shape, FAST, Network(0.02, 1e6), 16, 16),
+        walk_seconds(shape, FAST, Network(0.01, 5e5), 16, 16),
+        walk_seconds(shape, FAST, network, 32, 32),
+    ]
+    assert all(seconds > base for seconds in slower)
+    assert walk_seconds(ServedShape(256, 6, 3, wire="bf16"), FAST, network, 16, 16) < base
+
+
+@pytest.mark.parametrize(
+    ("numbers", "words"),
+    [
+        ({"num_blocks": 4}, "num_blocks divide num_layers; got width=64, num_layers=6, num_blocks=4"),
+        ({"width": 0}, "width=0"),
+        ({"dtype": "int4"}, "dtype='int4'"),
+        ({"wire": "fp16"}, "wire='fp16'"),
+    ],
+)
+def test_a_shape_that_is_none_is_refused(numbers: dict[str, object], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        ServedShape(**{"width": 64, "num_layers": 6, "num_blocks": 3, **numbers})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("lengths", [(0, 1), (1, 0), (200, 100)])
+def test_an_output_that_does_not_fit_is_refused(lengths: tuple[int, int]) -> None:
+    with pytest.raises(ValueError, match="fit into the window together; got prompt_bytes="):
+        plan(ServedShape(64, 6, 3), FAST, Network(), *lengths)
+
+
+def test_a_measured_machine_has_speeds() -> None:
+    machine = measured_machine(64, 16, repeats=1)
+    speeds = (machine.flops_per_s, machine.bytes_per_s, machine.layer_s, machine.message_s)
+    assert all(0 < speed < float("inf") for speed in speeds)
+    assert all(a != b for a, b in itertools.combinations(speeds, 2))
