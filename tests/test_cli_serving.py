@@ -145,3 +145,59 @@ def test_three_processes_serve_a_fourth_and_end_at_a_signal(tmp_path: Path, caps
         for host in hosts:
             host.kill()
             host.communicate()
+
+
+def test_plan_prints_what_to_expect_and_that_nothing_is_trained(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = [
+        "--width",
+        "10240",
+        "--num-layers",
+        "60",
+        "--dtype",
+        "fp16",
+        "--tflops",
+        "100",
+        "--memory-gb-s",
+        "1500",
+    ]
+    assert main(["plan", *arguments, "--rtt-ms", "50", "--mbit-s", "1000", "--output-bytes", "128"]) == 0
+    out = capsys.readouterr().out
+    assert "logical: nothing is trained" in out and "75.7 B parameters, fp16" in out
+    assert "47.5 GiB" in out and "predicted" in out and "as given" in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--num-layers", "13"], "num_blocks divide num_layers; got width=64, num_layers=13"),
+        (["--num-layers", "6", "--tflops", "1"], "--tflops and --memory-gb-s describe a host together"),
+        (["--num-layers", "6", "--dtype", "fp16"], "the speed of fp16 is not measured on a CPU"),
+        (["--num-layers", "6", "--tflops", "1", "--memory-gb-s", "1", "--output-bytes", "300"], "fit into the window"),
+    ],
+)
+def test_a_plan_of_what_is_no_shape_is_one_line(
+    arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", "--width", "64", *arguments]) == 2
+    assert words in one_error_line(capsys)
+
+
+@pytest.mark.slow
+def test_completions_answer_from_hosts_and_end_at_a_signal() -> None:
+    import openai
+
+    model = causal("features")
+    command = [sys.executable, "-m", "lightning_blocktrain.cli", "completions", "--listen", "127.0.0.1:0", "--route"]
+    with serving(model, [0, 1], [2]) as servers:
+        process = subprocess.Popen([*command, route_of(servers)], stdout=subprocess.PIPE, text=True)
+        try:
+            assert process.stdout is not None
+            url, name = process.stdout.readline().strip().split("/completions, model ")
+            with openai.OpenAI(base_url=url, api_key=TOKEN, max_retries=0) as client:
+                answer = client.completions.create(model=name, prompt="Hello", max_tokens=8, seed=3)
+            assert answer.choices[0].text == model.generate(b"Hello", 8, seed=3).decode(errors="replace")
+            process.send_signal(signal.SIGINT)
+            assert process.wait(60) == 0
+        finally:
+            process.kill()
+            process.communicate()
