@@ -130,6 +130,11 @@ ARMS: dict[str, Arm] = {
     "ahead 2 replicas": blocks("lookahead, 2 replicas", strategy={"replicas": 2}, **AHEAD),
     "ahead mild": blocks("lookahead, 2 replicas, mild", strategy={"replicas": 2, "network": "mild"}, **AHEAD),
     "ahead wan": blocks("lookahead, 2 replicas, wan", strategy={"replicas": 2, "network": "wan"}, **AHEAD),
+    "ahead wan late": blocks(
+        "lookahead, 2 replicas, wan, late work counts",
+        strategy={"replicas": 2, "network": "wan", "late": "stale_weighted"},
+        **AHEAD,
+    ),
 }
 """Every arm by name; ``NAME@flops`` is the arm at equal FLOPs."""
 

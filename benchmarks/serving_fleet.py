@@ -62,13 +62,13 @@ class Hosts:
 
 
 @contextmanager
-def hosts_of(model: Model, cut: Sequence[Sequence[int]], dtype: str = "fp32") -> Iterator[Hosts]:
+def hosts_of(model: Model, cut: Sequence[Sequence[int]], batch: int = 16) -> Iterator[Hosts]:
     """Serve a model from processes inside the block.
 
     Args:
         model: The model.
         cut: The blocks of every process.
-        dtype: Of weights and computation.
+        batch: Walks that a host runs at once.
     """
     hosts = Hosts(secrets.token_urlsafe(16))
     environment = {**os.environ, TOKEN: hosts.token, "OMP_NUM_THREADS": "1"}
@@ -78,7 +78,7 @@ def hosts_of(model: Model, cut: Sequence[Sequence[int]], dtype: str = "fp32") ->
         for blocks in cut:
             named = ",".join(map(str, blocks))
             command = [sys.executable, "-m", "lightning_blocktrain.cli", "serve", str(folder), "--blocks", named]
-            command += ["--listen", "127.0.0.1:0", "--dtype", dtype, "--threads", "1"]
+            command += ["--listen", "127.0.0.1:0", "--batch", str(batch), "--threads", "1"]
             process = subprocess.Popen(
                 command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=environment
             )

@@ -109,6 +109,12 @@ def _add_serve(commands: Any) -> None:
     serve.add_argument("--certfile", type=Path, metavar="PEM", help="certificate chain; with it the host speaks TLS")
     serve.add_argument("--keyfile", type=Path, metavar="PEM", help="key of the certificate (default: in --certfile)")
     serve.add_argument("--max-sessions", type=at_least_1, default=256, help="most texts at once (default: 256)")
+    serve.add_argument(
+        "--batch",
+        type=at_least_1,
+        default=16,
+        help="walks of different texts to run at once; 1: the last bits never depend on other texts (default: 16)",
+    )
     serve.add_argument("--threads", type=at_least_1, help="threads that compute (default: torch's own choice)")
     serve.set_defaults(run=run_serve)
 
@@ -234,7 +240,7 @@ def run_serve(options: argparse.Namespace) -> int:
     """Run ``blocktrain serve``."""
     import torch
 
-    from lightning_blocktrain.serving.block_server import BlockServer
+    from lightning_blocktrain.serving.block_server import BlockServer, HostLimits
     from lightning_blocktrain.serving.process import HostSettings, serve_blocks
 
     if options.threads is not None:
@@ -257,6 +263,7 @@ def run_serve(options: argparse.Namespace) -> int:
                 options.certfile,
                 options.keyfile,
                 options.max_sessions,
+                HostLimits(batch=options.batch),
             ),
             announce,
         )

@@ -10,6 +10,7 @@ import torch
 from benchmarks.serving import ARMS, REAL, Arm, Row, at_the_same_time, main, parse, table_of
 from benchmarks.serving_models import NAMES, QUICK, build
 from benchmarks.serving_quality import Quality, judge, vocabulary_of
+from benchmarks.serving_soak import main as soak
 from tests.models.cases import causal
 
 
@@ -88,3 +89,11 @@ def test_quick_measures_speed_bytes_and_quality_in_one_row(tmp_path: Path) -> No
     assert found["real"]["24"]["word_frac"] == 1.0 and REAL not in found
     assert 1 <= found["accepted_per_traversal"]["draft exit"] <= 9
     assert found["overhead"]["pss_mib"] > found["overhead"]["block_and_interface_mib"]
+
+
+@pytest.mark.slow
+def test_hosts_stand_several_clients(tmp_path: Path) -> None:
+    found = soak(["--clients", "3", "--seconds", "4", "--json", str(tmp_path / "soak.json")])
+    assert found.texts > 3 and not found.errors
+    written = json.loads((tmp_path / "soak.json").read_text())
+    assert written["texts"] == found.texts and len(written["pss_mib"]) >= 2
