@@ -62,11 +62,13 @@ def kinds(model: Model) -> list[tuple[dict[str, Any], bytes]]:
     return [(one, model.generate(PROMPT, **one)) for one in asked]  # type: ignore[arg-type]
 
 
-def use(
-    client: SweepClient, texts: Sequence[tuple[dict[str, Any], bytes]], seed: int, until: float, found: Found
-) -> None:
+Texts = Sequence[tuple[dict[str, Any], bytes]]
+LOCK = threading.Lock()
+
+
+def use(client: SweepClient, texts: Texts, seed: int, until: float, found: Found) -> None:
     """Ask for texts until the time is over."""
-    chance, lock = random.Random(seed), threading.Lock()
+    chance = random.Random(seed)
     while time.monotonic() < until:
         asked, expected = chance.choice(list(texts))
         try:
