@@ -59,7 +59,7 @@ def kinds(model: Model) -> list[tuple[dict[str, Any], bytes]]:
         {"num_bytes": num_bytes, "chunk_bytes": chunk_bytes, "seed": seed}
         for seed, (num_bytes, chunk_bytes) in enumerate([(12, 1), (24, 8), (48, 16), (30, 30)])
     ]
-    return [(one, model.generate(PROMPT, **one)) for one in asked]  # type: ignore[arg-type]
+    return [(one, model.generate(PROMPT, **one)) for one in asked]
 
 
 Texts = Sequence[tuple[dict[str, Any], bytes]]
