@@ -1,6 +1,7 @@
 """Servers of blocks in threads of this process, for tests: each has an event loop of its own."""
 
 import asyncio
+import ssl
 import threading
 import time
 from collections.abc import Callable, Coroutine, Iterator, Sequence
@@ -20,14 +21,15 @@ WAIT_S = 20.0
 class Running:
     """A server that can be stopped like one that dies, frozen, and started again at its address."""
 
-    def __init__(self, host: BlockHost, limits: HostLimits | None) -> None:
+    def __init__(self, host: BlockHost, limits: HostLimits | None, tls: ssl.SSLContext | None = None) -> None:
         self.host = host
         self._limits = limits
+        self._tls = tls
         self._start(0)
 
     def _start(self, port: int) -> None:
         self._loop = LoopThread("test-blocks")
-        self.server = BlockServer(self.host, TOKEN, ("127.0.0.1", port), limits=self._limits)
+        self.server = BlockServer(self.host, TOKEN, ("127.0.0.1", port), self._tls, self._limits)
         self._loop.run(self.server.start)
         self._stopped = False
 
@@ -90,13 +92,17 @@ def host_of(model: Model, blocks: Sequence[int], **options: int) -> BlockHost:
 
 @contextmanager
 def serving(
-    model: Model, *blocks: Sequence[int], limits: HostLimits | None = None, **options: int
+    model: Model,
+    *blocks: Sequence[int],
+    limits: HostLimits | None = None,
+    tls: ssl.SSLContext | None = None,
+    **options: int,
 ) -> Iterator[list[Running]]:
     """Serve these blocks of a model, one server for each entry."""
     with ExitStack() as stack:
         servers = []
         for own in blocks:
-            running = Running(host_of(model, own, **options), limits)
+            running = Running(host_of(model, own, **options), limits, tls)
             stack.callback(running.stop)
             servers.append(running)
         yield servers

@@ -1,7 +1,9 @@
 """Walks over TCP against the same model in one process, hosts that die, and ends that do not fit together."""
 
 import asyncio
+import shutil
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,8 +13,10 @@ from lightning_blocktrain.models.loading import Model
 from lightning_blocktrain.serving.block_server import HostLimits
 from lightning_blocktrain.serving.client import SweepClient
 from lightning_blocktrain.serving.fleet import HostLostError, Patience, ServingError
+from lightning_blocktrain.serving.process import server_tls
 from tests.models.cases import CAUSAL, NOISY, T, causal, lively, noisy
 from tests.serving.local import TOKEN, Running, all_forgotten, route_of, serving
+from tests.transport.test_http import make_certificate
 
 SHORT = Patience(connect_s=5.0, walk_s=20.0, redial_s=0.0)
 CHOICES: list[dict[str, Any]] = [
@@ -147,6 +151,28 @@ def test_a_host_that_ends_the_connection_says_why() -> None:
         walker = client.walker()
         with pytest.raises(HostLostError, match=r"The inputs of a walk are 0 to 256"):
             walker(Walk(0, (300,), 0, 1, Sampling()))
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="the certificates are made with openssl")
+def test_tls_from_client_to_host_and_from_host_to_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = causal("features")
+    certificate, stranger = make_certificate(tmp_path, "right"), make_certificate(tmp_path, "wrong")
+    tls = server_tls("127.0.0.1", certificate, None)
+    with serving(model, [0], [1, 2], tls=tls) as servers:
+        assert all(running.address.startswith("tls://127.0.0.1:") for running in servers)
+        monkeypatch.setenv("BLOCKTRAIN_CAFILE", str(certificate))
+        with client_of(servers) as client:
+            assert client.generate(b"hello", 8, seed=1) == model.generate(b"hello", 8, seed=1)
+        with pytest.raises(HostLostError):  # without TLS
+            SweepClient(route_of(servers).replace("tls://", ""), TOKEN, patience=Patience(connect_s=5.0))
+        monkeypatch.setenv("BLOCKTRAIN_CAFILE", str(stranger))
+        with pytest.raises(HostLostError, match="CERTIFICATE_VERIFY_FAILED"):
+            client_of(servers)
+
+
+def test_listening_for_others_without_tls_warns() -> None:
+    with pytest.warns(UserWarning, match=r"listens on 0\.0\.0\.0 without TLS"):
+        assert server_tls("0.0.0.0", None, None) is None
 
 
 def test_hosts_of_different_versions_are_refused() -> None:
