@@ -208,7 +208,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--quick", action="store_true", help="a tiny model on the embedded corpus: under 90 s, shows that it runs")
     add("--enwik8", help="a slice of enwik8, plain or packed")
     add("--tinystories", nargs="+", help=f"files of stories, each followed by {'<|endoftext|>'}")
-    add("--methods", nargs="+", choices=[name for name in METHODS if name != "bp"], default=["rgc_next_private"])
+    add("--methods", nargs="+", choices=[name for name in METHODS if name != "bp"], default=["rgc_final"])
     add("--tokens", type=int, default=1_048_576, help="of a run; fixed before the first")
     add("--lr", type=float, default=None, help="learning rate of both methods instead of a choice")
     add("--lrs", nargs="+", type=float, default=[1.5e-3, 3e-3, 6e-3])

@@ -28,6 +28,7 @@ length. Quality is that of ``--prompts`` outputs, which do not depend on the hos
 
 import argparse
 import json
+import math
 import statistics
 import tempfile
 import threading
@@ -44,10 +45,12 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.paired import run_paired
 from benchmarks.serving_fleet import Hosts, hosts_of
 from benchmarks.serving_models import FULL, QUICK, add_corpus, corpus_of, models_of
 from benchmarks.serving_quality import Quality, judge, vocabulary_of
-from lightning_blocktrain import ByteDataModule
+from lightning_blocktrain import ByteDataModule, DiffusionBlocks
+from lightning_blocktrain.models.block_files import INTERFACE, entries_of
 from lightning_blocktrain.models.generation import (
     Decision,
     Decoder,
@@ -58,6 +61,7 @@ from lightning_blocktrain.models.generation import (
 )
 from lightning_blocktrain.models.loading import Model
 from lightning_blocktrain.serving.client import SweepClient
+from lightning_blocktrain.serving.plan import Network, ServedShape, measured_machine, plan
 
 CUT = ([0], [1], [2])
 """The blocks of every host."""
@@ -256,7 +260,7 @@ def accepted_per_traversal(bench: Bench, num_bytes: int) -> dict[str, float]:
 
 
 def overhead(repeats: int, width: int, num_layers: int, length: int, cut: Sequence[Sequence[int]]) -> dict[str, float]:
-    """Return what a sweep over TCP at RTT 0 takes beside the same in this process, untrained, paired.
+    """Return what serving costs at RTT 0, untrained: beside one process (paired), beside what is planned, in memory.
 
     Args:
         repeats: Pairs.
@@ -265,34 +269,36 @@ def overhead(repeats: int, width: int, num_layers: int, length: int, cut: Sequen
         length: Bytes of the sweep.
         cut: The blocks of every host.
     """
-    from benchmarks.paired import run_paired
-    from lightning_blocktrain import DiffusionBlocks
-
     torch.set_num_threads(1)
-    model = DiffusionBlocks(
-        num_layers, 3, width, max(1, width // 64), 2 * length, objective="denoise_features", p_span=0.5
-    ).eval()
+    heads = max(1, width // 64)
+    model = DiffusionBlocks(num_layers, 3, width, heads, 2 * length, objective="denoise_features", p_span=0.5).eval()
+    prompt = b"x" * PROMPT_BYTES
     with hosts_of(model, cut) as hosts, hosts.client() as client:
 
-        def seconds(generate: Callable[..., bytes]) -> float:
+        def seconds(generate: Callable[..., bytes], chunk_bytes: int) -> float:
             begin = time.perf_counter()
-            generate(b"x" * PROMPT_BYTES, length, chunk_bytes=length)
+            generate(prompt, length, chunk_bytes=chunk_bytes)
             return time.perf_counter() - begin
 
         for generate in (client.generate, model.generate):
-            seconds(generate)
-        found = run_paired(lambda: seconds(client.generate), lambda: seconds(model.generate), repeats)
-        pss = hosts.pss_mib()
-    block_mib = [sum(t.numel() * t.element_size() for t in own.values()) / 2**20 for own in _entries(model)]
+            seconds(generate, length)
+        found = run_paired(lambda: seconds(client.generate, length), lambda: seconds(model.generate, length), repeats)
+        machine = measured_machine(width, length)
+        plain_s = min(seconds(client.generate, 1) for _ in range(2))
+        pss_mib = max(hosts.pss_mib())
+    shape = ServedShape(width, num_layers, 3, 2 * length)
+    planned = plan(shape, machine, Network(), length, PROMPT_BYTES)
+    own_mib = max(sum(t.numel() * t.element_size() for t in own.values()) / 2**20 for own in _entries(model))
     return {"width": width, "num_layers": num_layers, "length": length, **asdict(found)} | {
-        "pss_mib": max(pss),
-        "block_and_interface_mib": max(block_mib),
+        "plain_s": plain_s,
+        "planned_over_measured_sweep": planned.sweep_s / found.a_s,
+        "planned_over_measured_plain": planned.plain_s / plain_s,
+        "pss_mib": pss_mib,
+        "block_and_interface_mib": own_mib,
     }
 
 
 def _entries(model: Model) -> list[dict[str, torch.Tensor]]:
-    from lightning_blocktrain.models.block_files import INTERFACE, entries_of
-
     entries = entries_of(model)
     return [own | entries[INTERFACE] for name, own in entries.items() if name != INTERFACE]
 
@@ -331,6 +337,33 @@ def table_of(rows: Sequence[Row], real: dict[int, Quality]) -> Table:
     for length, quality in real.items():
         table.add_row("-", f"{length}", REAL, "-", "-", "-", "-", "-", *_quality_cells(quality))
     return table
+
+
+def lines_of(found: dict[str, Any]) -> Iterator[str]:
+    """Yield what stands below the table."""
+    yield "bits: per byte of the output under the reference model; 4-grams: share of different ones in an output;"
+    yield "words: share of whole words that real text has; traversals, moved: walks and bytes over all links, per byte"
+    for name, number in found["accepted_per_traversal"].items():
+        yield f"{name}: {number:.2f} bytes decided per traversal"
+    for tcp in found["overhead"]:
+        shape = (
+            f"RTT 0, untrained, width {tcp['width']}, {tcp['num_layers']} layers, {tcp['length']} bytes in one sweep"
+        )
+        yield f"{shape}: {tcp['a_s']:.3f} s over TCP, {tcp['b_s']:.3f} s in one process"
+        yield f"  ratio {tcp['ratio']:.3f} (95 % {tcp['low']:.3f} to {tcp['high']:.3f}, {tcp['num_pairs']} pairs)"
+        planned = f"sweep {tcp['planned_over_measured_sweep']:.2f}, plain {tcp['planned_over_measured_plain']:.2f}"
+        yield f"  planned / measured time: {planned}"
+        weights = f"its block and interface {tcp['block_and_interface_mib']:.1f} MiB"
+        yield f"  PSS of a host {tcp['pss_mib']:.0f} MiB, {weights}"
+
+
+def without_nan(value: Any) -> Any:
+    """Return a value as JSON knows it: no number that is none."""
+    if isinstance(value, dict):
+        return {name: without_nan(own) for name, own in value.items()}
+    if isinstance(value, list):
+        return [without_nan(own) for own in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _quality_cells(quality: Quality) -> list[str]:
@@ -381,7 +414,8 @@ def run(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
             rows.append(Row(name, rtt_ms, length, timed, rate, total, walks, moved, quality[name, length]))
         accepted = accepted_per_traversal(bench, max(args.lengths[0], 16))
     real = {length: quality[REAL, length] for length in args.lengths}
-    tcp = overhead(*((1, 32, 3, 32, [[0, 1, 2]]) if args.quick else (5, 512, 12, 128, CUT)))
+    shapes = [(1, 32, 3, 32, [[0, 1, 2]])] if args.quick else [(7, 512, 12, 128, CUT), (7, 256, 6, 64, CUT)]
+    tcp = [overhead(*one) for one in shapes]
     return {"rows": rows, "real": real, "accepted_per_traversal": accepted, "overhead": tcp}
 
 
@@ -392,14 +426,14 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
         found = run(args, Path(folder))
     console = Console(width=150)
     console.print(table_of(found["rows"], found["real"]))
-    console.print({name: round(number, 2) for name, number in found["accepted_per_traversal"].items()})
-    console.print(found["overhead"])
+    for line in lines_of(found):
+        console.print(line, highlight=False)
     if args.json:
         plain = found | {
             "rows": [asdict(row) for row in found["rows"]],
             "real": {length: asdict(quality) for length, quality in found["real"].items()},
         }
-        args.json.write_text(json.dumps(plain, indent=1) + "\n")
+        args.json.write_text(json.dumps(without_nan(plain), indent=1) + "\n")
     return found
 
 

@@ -49,6 +49,14 @@ def seconds(text: str) -> float:
     return value
 
 
+def above_0(text: str) -> float:
+    """Return a finite number above 0."""
+    value = number(text)
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
+    return value
+
+
 def temperature(text: str) -> float:
     """Return a finite number of at least 0."""
     value = number(text)

@@ -237,7 +237,7 @@ def run_coordinator(options: argparse.Namespace) -> int:
             gc.freeze()  # at its end the interpreter would look through all of torch once more: seconds after Ctrl-C
 
 
-def parse_listen(text: str) -> tuple[str, int]:
+def parse_listen(text: str, default: str = DEFAULT_LISTEN) -> tuple[str, int]:
     """Return host and port of ``HOST:PORT``, ``[IPV6]:PORT`` or ``:PORT`` (this machine only).
 
     Raises:
@@ -247,7 +247,7 @@ def parse_listen(text: str) -> tuple[str, int]:
     is_bare_v6 = ":" in host and not (host.startswith("[") and host.endswith("]"))
     if not colon or is_bare_v6 or not (port.isascii() and port.isdecimal()) or int(port) > 65535:
         rule = "listen must be HOST:PORT with a port of 0 to 65535"
-        raise ValueError(explain(rule, f"listen={text!r:.100}", f"the default is {DEFAULT_LISTEN}"))
+        raise ValueError(explain(rule, f"listen={text!r:.100}", f"the default is {default}"))
     return host.strip("[]") or "127.0.0.1", int(port)
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from lightning_blocktrain.cli_options import at_least_0, at_least_1, block_numbers, command, seconds, temperature
+from lightning_blocktrain.cli_options import above_0, at_least_0, at_least_1, block_numbers, command, temperature
 from lightning_blocktrain.cli_runs import parse_listen, plain_warnings
 from lightning_blocktrain.errors import explain
 from lightning_blocktrain.transport.address import TOKEN, check_sendable
@@ -156,20 +156,22 @@ def _add_plan(commands: Any) -> None:
         "  blocktrain plan --width 10240 --num-layers 60 --num-blocks 3 --dtype fp16 \\\n"
         "      --tflops 100 --memory-gb-s 1500 --rtt-ms 50 --mbit-s 1000\n",
     )
-    plan.add_argument("--width", type=at_least_1, required=True, help="D")
-    plan.add_argument("--num-layers", type=at_least_1, required=True, help="L")
-    plan.add_argument("--num-blocks", type=at_least_1, default=3, help="B, one host each (default: 3)")
+    plan.add_argument("--width", type=at_least_1, required=True, help="channels of a hidden state, an even number")
+    plan.add_argument("--num-layers", type=at_least_1, required=True, help="layers of the whole model")
+    plan.add_argument(
+        "--num-blocks", type=at_least_1, default=3, help="blocks of equal size, one host each (default: 3)"
+    )
     plan.add_argument("--window-bytes", type=at_least_1, default=256, help="longest window (default: 256)")
     plan.add_argument("--output-bytes", type=at_least_1, default=128, help="length of the output (default: 128)")
     plan.add_argument("--prompt-bytes", type=at_least_1, default=32, help="length of the prompt (default: 32)")
     plan.add_argument("--sessions", type=at_least_1, default=1, help="texts at once, for the memory (default: 1)")
     plan.add_argument("--dtype", choices=["fp32", "bf16", "fp16"], default="fp32", help="of weights (default: fp32)")
     plan.add_argument("--wire", choices=["fp32", "bf16"], default="fp32", help="of states (default: fp32)")
-    plan.add_argument("--rtt-ms", type=temperature, default=0.0, help="round trip of every link (default: 0)")
-    plan.add_argument("--mbit-s", type=seconds, help="bandwidth of every link (default: no limit)")
-    plan.add_argument("--tflops", type=seconds, help="of a host, instead of this machine's")
+    plan.add_argument("--rtt-ms", type=temperature, default=0.0, help="round trip of every link, ms (default: 0)")
+    plan.add_argument("--mbit-s", type=above_0, help="bandwidth of every link, Mbit/s (default: no limit)")
+    plan.add_argument("--tflops", type=above_0, help="TFLOP/s of a host, instead of this machine's")
     plan.add_argument(
-        "--memory-gb-s", type=seconds, help="at which a host reads its weights, instead of this machine's"
+        "--memory-gb-s", type=above_0, help="GB/s at which a host reads its weights, instead of this machine's"
     )
     plan.set_defaults(run=run_plan)
 
@@ -258,7 +260,7 @@ def run_serve(options: argparse.Namespace) -> int:
                 options.model,
                 options.blocks,
                 token_of_environment(),
-                parse_listen(options.listen),
+                parse_listen(options.listen, DEFAULT_LISTEN),
                 options.dtype,
                 options.certfile,
                 options.keyfile,
@@ -279,7 +281,7 @@ def run_completions(options: argparse.Namespace) -> int:
     from lightning_blocktrain.serving.completions import CompletionServer
     from lightning_blocktrain.serving.process import server_tls, until_signalled
 
-    token, listen = token_of_environment(), parse_listen(options.listen)
+    token, listen = token_of_environment(), parse_listen(options.listen, DEFAULT_COMPLETIONS)
 
     def announce(server: CompletionServer) -> None:
         print(f"{server.url}/v1/completions, model {server.model}")
@@ -316,9 +318,9 @@ def run_plan(options: argparse.Namespace) -> int:
     network = Network(options.rtt_ms / 1e3, options.mbit_s * 1e6 / 8 if options.mbit_s else float("inf"))
     found = plan(shape, machine, network, options.output_bytes, options.prompt_bytes, options.sessions)
     rows = {
-        "shape (logical: nothing is trained)": f"{shape.num_parameters / 1e9:.3g} B parameters, {options.dtype}",
+        "shape (logical: nothing is trained)": f"{shape.num_parameters:,} parameters, {options.dtype}",
         "speed of a host": f"{machine.flops_per_s / 1e12:.3g} TFLOP/s, {machine.bytes_per_s / 1e9:.3g} GB/s, {source}",
-        "weights, keys and values of a host": f"{found.host_bytes / 2**30:.3g} GiB",
+        "weights, keys and values of a host": f"{found.host_bytes / 2**20:,.1f} MiB",
         "one sweep, predicted": f"{found.sweep_s:.3g} s, {options.output_bytes / found.sweep_s:.3g} bytes/s",
         "  moved": f"{found.sweep_bytes:,} bytes",
         "byte by byte, predicted": f"{found.plain_s:.3g} s, {options.output_bytes / found.plain_s:.3g} bytes/s",

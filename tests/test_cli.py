@@ -132,12 +132,15 @@ def test_export_writes_the_model_that_generates_as_the_exit_does(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["export", "CKPT", "OUT", "--exit", "3"], "num_blocks before an exit must be in 1 .. 2; got num_blocks=3"),
+        (
+            ["export", "CKPT", "OUT", "--exit", "3"],
+            "num_blocks before an exit (--exit) must be in 1 .. 2; got num_blocks=3",
+        ),
         (["export", "CKPT", "OUT/missing/a.ckpt", "--exit", "1"], "a directory that exists"),
         (["export", "CKPT", ".", "--exit", "1"], "the checkpoint must be written to a file"),
         (["export", "CKPT", "DIRECTORY", "--exit", "1"], "the checkpoint must be written to a file"),
         (["export", "missing.ckpt", "OUT", "--exit", "1"], "the checkpoint must be a file"),
-        (["generate", "CKPT", "--prompt", "a", "--exit", "3"], "num_blocks before an exit must be in 1 .. 2"),
+        (["generate", "CKPT", "--prompt", "a", "--exit", "3"], "num_blocks before an exit (--exit) must be in 1 .. 2"),
         (["generate", "CKPT", "--prompt", "a", "--chunk-bytes", "2"], "a model that was trained on unknown bytes"),
     ],
 )

@@ -64,7 +64,13 @@ def test_generate_prints_the_same_from_hosts_as_from_the_checkpoint(
         (["serve", "CKPT", "--listen", "nowhere"], "listen must be HOST:PORT"),
         (["serve", "CKPT", "--keyfile", "key.pem"], "keyfile needs a certfile"),
         (["serve", "CKPT", "--certfile", "none.pem"], "must be a readable pair"),
-        (["serve", "OUT"], "the checkpoint must be a file"),
+        (["serve", "OUT"], "must be a checkpoint or a folder that 'blocktrain export' wrote"),
+        (["serve", "CKPT", "--listen", "29500"], "the default is 127.0.0.1:29500"),
+        (
+            ["generate", "CKPT", "--prompt", "a", "--exit", "4"],
+            "(--exit) must be in 1 .. 3; got num_blocks=4",
+        ),
+        (["export", "CKPT", ".", "--exit", "1"], "must be written to a file; got ., a folder"),
         (["serve", "."], "must hold an exported model"),
     ],
     ids=str,
@@ -162,14 +168,14 @@ def test_plan_prints_what_to_expect_and_that_nothing_is_trained(capsys: pytest.C
     ]
     assert main(["plan", *arguments, "--rtt-ms", "50", "--mbit-s", "1000", "--output-bytes", "128"]) == 0
     out = capsys.readouterr().out
-    assert "logical: nothing is trained" in out and "75.7 B parameters, fp16" in out
-    assert "47.5 GiB" in out and "predicted" in out and "as given" in out
+    assert "logical: nothing is trained" in out and "75,723,468,800 parameters, fp16" in out
+    assert "MiB" in out and "predicted" in out and "as given" in out
 
 
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--num-layers", "13"], "num_blocks divide num_layers; got width=64, num_layers=13"),
+        (["--num-layers", "13"], "num_blocks must divide num_layers; got num_blocks=3, num_layers=13"),
         (["--num-layers", "6", "--tflops", "1"], "--tflops and --memory-gb-s describe a host together"),
         (["--num-layers", "6", "--dtype", "fp16"], "the speed of fp16 is not measured on a CPU"),
         (["--num-layers", "6", "--tflops", "1", "--memory-gb-s", "1", "--output-bytes", "300"], "fit into the window"),

@@ -35,7 +35,6 @@ Threads: the event loop receives and sends; one thread comes to the desk, so mer
 """
 
 import asyncio
-import errno
 import logging
 import ssl
 import time
@@ -57,9 +56,10 @@ from lightning_blocktrain.coordinator.guard import FailedTokens
 from lightning_blocktrain.coordinator.page import show_page
 from lightning_blocktrain.coordinator.probe import send_probe, take_probe
 from lightning_blocktrain.coordinator.status import prometheus_text
-from lightning_blocktrain.errors import PortInUseError, TransportError, WireError, explain
+from lightning_blocktrain.errors import TransportError, WireError
 from lightning_blocktrain.rounds import Receipt
 from lightning_blocktrain.rounds.codecs import Codec
+from lightning_blocktrain.transport.address import listening_error
 from lightning_blocktrain.transport.base import ERROR_CODES, Sender
 from lightning_blocktrain.transport.messages import (
     facts_of,
@@ -188,10 +188,7 @@ class CoordinatorServer:
         try:
             await web.TCPSite(runner, host, port, ssl_context=self._tls).start()
         except OSError as exc:
-            if exc.errno != errno.EADDRINUSE:
-                raise
-            fix = "stop who listens there, or choose another port (0: any free one)"
-            raise PortInUseError(explain("the address must be free", f"host={host}, port={port}", fix)) from exc
+            raise listening_error(exc, host, port) from exc
         shown = f"[{host}]" if ":" in host else host
         self.url = f"{'https' if self._tls else 'http'}://{shown}:{runner.addresses[0][1]}"
 

@@ -12,6 +12,7 @@ the checkpoint that it was made from.
 
 import hashlib
 import json
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -83,6 +84,8 @@ def write_blocks(model: Model, folder: Path, dtype: str | None = None) -> Manife
     if (folder / MANIFEST).exists():
         rule = "the folder must not hold an exported model yet"
         raise ValueError(explain(rule, str(folder), "remove it, or choose another folder"))
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(explain("the blocks must be written to a folder", f"{folder}, a file", "choose another path"))
     entries = entries_of(model)
     if dtype is not None:
         entries = {name: cast(tensors, DTYPES[dtype]) for name, tensors in entries.items()}
@@ -184,6 +187,9 @@ def _write_aligned(tensors: Mapping[str, Tensor], path: Path) -> None:
     missing = -_data_offset(partial) % MAP_ALIGNMENT
     if missing:
         save_file(own, partial, {"padding": " " * missing})
+    umask = os.umask(0)
+    os.umask(umask)
+    partial.chmod(0o666 & ~umask)  # as any new file: whoever serves may be somebody else
     partial.replace(path)
 
 
@@ -194,6 +200,9 @@ def _data_offset(path: Path) -> int:
 
 def _open(path: Path) -> tuple[Manifest, Any]:
     """Return a stored model's manifest, and a function from an entry to its tensors."""
+    if not path.exists():
+        rule = "the model must be a checkpoint or a folder that 'blocktrain export' wrote"
+        raise CheckpointMismatchError(explain(rule, f"{path}, which is not there", "correct the path"))
     if path.is_dir():
         manifest = read_manifest(path)
         return manifest, lambda name: _mapped(path / f"{name}.safetensors")

@@ -7,7 +7,7 @@ Every position of a text has noise of its own, and every byte Gumbel noise of it
 position alone. So whoever repeats a traversal, on whatever machine, repeats its random numbers.
 """
 
-import math
+import sys
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
@@ -297,18 +297,23 @@ def refuse_generation(prompt: bytes, num_bytes: int, temperature: float, seed: i
     """Refuse what no model can generate from.
 
     Raises:
-        ValueError: If ``prompt`` is not bytes, or a number is negative or too large.
+        ValueError: If ``prompt`` is not bytes, or a number is none, negative or too large.
     """
-    if type(seed) is not int or not 0 <= seed < 2**63:
-        raise ValueError(explain("seed must be a whole number in 0 .. 2**63 - 1", f"seed={seed!r}", "use 0"))
-    if not isinstance(prompt, bytes) or num_bytes < 0 or not 0 <= temperature < math.inf:
-        raise ValueError(
-            explain(
-                "generate: prompt must be bytes, num_bytes and temperature at least 0 and finite",
-                f"prompt={type(prompt).__name__}, num_bytes={num_bytes}, temperature={temperature}",
-                "encode text with .encode()",
-            )
-        )
+    if not isinstance(prompt, bytes):
+        got = f"prompt={type(prompt).__name__}"
+        raise ValueError(explain("prompt must be bytes", got, "encode text with .encode()"))
+    if not _is_count(num_bytes, 0):
+        raise ValueError(explain("num_bytes must be a whole number from 0 on", f"num_bytes={num_bytes!r}", "use 200"))
+    is_number = isinstance(temperature, int | float) and type(temperature) is not bool
+    if not is_number or not 0 <= temperature <= sys.float_info.max:
+        got = f"temperature={temperature!r:.40}"
+        raise ValueError(explain("temperature must be a finite number from 0 on", got, "use 1, or 0 for greedy"))
+    if not _is_count(seed, 0, 2**63 - 1):
+        raise ValueError(explain("seed must be a whole number in 0 .. 2**63 - 1", f"seed={seed!r:.40}", "use 0"))
+
+
+def _is_count(value: object, least: int, most: int = 2**63) -> bool:
+    return type(value) is int and least <= value <= most
 
 
 class Generates(Protocol):
@@ -336,11 +341,13 @@ def refuse_chunks(model: Generates, chunk_bytes: int, sweeps: int, num_draws: in
     Raises:
         ValueError: Naming what does not fit.
     """
-    if not 1 <= chunk_bytes <= model.window_bytes or sweeps < 1 or not 1 <= num_draws <= MAX_DRAWS:
-        rule = f"chunk_bytes must be in 1 .. window_bytes, sweeps at least 1 and num_draws in 1 .. {MAX_DRAWS}"
-        got = f"chunk_bytes={chunk_bytes}, sweeps={sweeps}, num_draws={num_draws}, "
-        got += f"window_bytes={model.window_bytes}"
-        raise ValueError(explain(rule, got, "chunk_bytes=1, sweeps=1 is autoregressive"))
+    if not _is_count(chunk_bytes, 1, model.window_bytes):
+        got = f"chunk_bytes={chunk_bytes!r}, window_bytes={model.window_bytes}"
+        raise ValueError(explain("chunk_bytes must be in 1 .. window_bytes", got, "1 is autoregressive"))
+    if not _is_count(sweeps, 1):
+        raise ValueError(explain("sweeps must be a whole number from 1 on", f"sweeps={sweeps!r}", "use 1"))
+    if not _is_count(num_draws, 1, MAX_DRAWS):
+        raise ValueError(explain(f"num_draws must be in 1 .. {MAX_DRAWS}", f"num_draws={num_draws!r}", "use 1"))
     if num_draws > 1 and not model.has_noise:
         rule = "num_draws above 1 needs a model with noise"
         raise ValueError(explain(rule, f"a model without, num_draws={num_draws}", "leave num_draws out"))

@@ -71,6 +71,8 @@ def save_model(module: Model, path: Path) -> None:
     Raises:
         ValueError: If it cannot be written there.
     """
+    if path.is_dir():
+        raise ValueError(explain("the checkpoint must be written to a file", f"{path}, a folder", "add a file name"))
     checkpoint = {
         "pytorch-lightning_version": L.__version__,
         "state_dict": module.state_dict(),

@@ -33,6 +33,10 @@ class SessionLostError(RequestRefusedError):
     """The host does not hold the keys and values that a walk goes on from."""
 
 
+class HostBusyError(RequestRefusedError):
+    """The host holds as many sessions as it may."""
+
+
 @dataclass
 class _Session:
     caches: Caches
@@ -236,7 +240,9 @@ class BlockHost:
         session = self._sessions.get(key)
         if errand.walk.start == 0:
             if session is None and len(self._sessions) >= self._max_sessions:
-                raise RequestRefusedError(f"All {self._max_sessions} sessions are taken.")
+                raise HostBusyError(
+                    f"All {self._max_sessions} sessions of the host are taken: add a replica, or raise --max-sessions."
+                )
             session = self._sessions[key] = _Session(self._own_caches(errand))
         elif session is None or session.length < errand.walk.start:
             raise SessionLostError(f"The keys and values of {errand.walk.start} positions are not here.")

@@ -19,8 +19,6 @@ Covered, not covered: as for a coordinator. Whoever has the token may run walks 
 """
 
 import asyncio
-import errno
-import hmac
 import logging
 import ssl
 import time
@@ -34,12 +32,14 @@ from typing import Any
 from torch import Tensor
 
 from lightning_blocktrain.coordinator.guard import FailedTokens
-from lightning_blocktrain.errors import PortInUseError, RequestRefusedError, WireError, explain
+from lightning_blocktrain.errors import RequestRefusedError, WireError
 from lightning_blocktrain.models.generation import Decision
+from lightning_blocktrain.rounds.roster import same_text
 from lightning_blocktrain.serving.address import Address
-from lightning_blocktrain.serving.block_host import BlockHost, Facts, Outcome, SessionLostError, alike
+from lightning_blocktrain.serving.block_host import BlockHost, Facts, HostBusyError, Outcome, SessionLostError, alike
 from lightning_blocktrain.serving.errand import Errand, decision_message, errand_message, errand_of
 from lightning_blocktrain.serving.link import Link, dial, fields_of
+from lightning_blocktrain.transport.address import listening_error
 from lightning_blocktrain.transport.wire import Frame
 
 log = logging.getLogger(__name__)
@@ -47,6 +47,8 @@ log = logging.getLogger(__name__)
 PROTOCOL = 1
 MAX_HELLO_BYTES = 2**14
 HELLO_PATIENCE_S = 10.0
+CODES = {SessionLostError: "lost", HostBusyError: "busy"}
+"""Why a walk cannot go on here though it may elsewhere."""
 FRAME_BYTES = 2**16
 """Most bytes of a walk's message beside its state."""
 
@@ -125,10 +127,7 @@ class BlockServer:
         try:
             self._server = await asyncio.start_server(self._serve, name, port, ssl=self._tls, limit=2**18)
         except OSError as exc:
-            if exc.errno != errno.EADDRINUSE:
-                raise
-            fix = "stop who listens there, or choose another port (0: any free one)"
-            raise PortInUseError(explain("the address must be free", f"host={name}, port={port}", fix)) from exc
+            raise listening_error(exc, name, port) from exc
         self.address = Address(name, self._server.sockets[0].getsockname()[1], self._tls is not None)
         self._spawn(self._work())
 
@@ -204,7 +203,7 @@ class BlockServer:
             return "busy", f"All {self.limits.connections} connections are taken."
         if self._guard.wait_s(peer, now) > 0:
             return "busy", "Too many wrong tokens from this address."
-        if not hmac.compare_digest(token.encode(), self._token.encode()):
+        if not same_text(token, self._token):
             self._guard.note(peer, now)
             return "unauthorised", "The host does not take this token."
         if protocol != PROTOCOL:
@@ -258,8 +257,7 @@ class BlockServer:
                 outcomes = [failure] * len(errands)
             for errand, outcome in zip(errands, outcomes, strict=True):
                 if isinstance(outcome, RequestRefusedError):
-                    code = "lost" if isinstance(outcome, SessionLostError) else "refused"
-                    self._spawn(self._fail(errand, code, str(outcome)))
+                    self._spawn(self._fail(errand, CODES.get(type(outcome), "refused"), str(outcome)))
                 else:
                     self.num_walks += 1
                     self._deliver(errand, outcome)

@@ -188,8 +188,8 @@ class SweepClient:
             ValueError: If there is no such exit.
         """
         if num_blocks is not None and not 1 <= num_blocks <= self.num_blocks:
-            rule = f"num_blocks before an exit must be in 1 .. {self.num_blocks}"
-            raise ValueError(explain(rule, f"num_blocks={num_blocks}", "None is the exit after all blocks"))
+            rule = f"num_blocks before an exit (--exit) must be in 1 .. {self.num_blocks}"
+            raise ValueError(explain(rule, f"num_blocks={num_blocks}", "leave it out for all blocks"))
         return self.num_blocks if num_blocks is None else num_blocks
 
     def walker(self, num_blocks: int | None = None) -> "RemoteWalker":

@@ -26,7 +26,6 @@ Threads: the event loop receives and sends; each completion under way has a thre
 """
 
 import asyncio
-import errno
 import hmac
 import json
 import logging
@@ -40,12 +39,13 @@ from typing import Any
 from aiohttp import web
 
 from lightning_blocktrain.coordinator.guard import FailedTokens
-from lightning_blocktrain.errors import PortInUseError, TransportError, explain
+from lightning_blocktrain.errors import TransportError, explain
 from lightning_blocktrain.serving.client import SweepClient
 from lightning_blocktrain.serving.completion_fields import Asked, CompletionLimits, asked_of
 from lightning_blocktrain.serving.completion_text import Envelope, Piece, Transcript, joined, usage_of
 from lightning_blocktrain.serving.completion_work import STOPPING, Job, Work
 from lightning_blocktrain.serving.fleet import ServingError
+from lightning_blocktrain.transport.address import listening_error
 
 log = logging.getLogger(__name__)
 
@@ -142,10 +142,7 @@ class CompletionServer:
         try:
             await web.TCPSite(runner, host, port, ssl_context=self._tls).start()
         except OSError as exc:
-            if exc.errno != errno.EADDRINUSE:
-                raise
-            fix = "stop who listens there, or choose another port (0: any free one)"
-            raise PortInUseError(explain("the address must be free", f"host={host}, port={port}", fix)) from exc
+            raise listening_error(exc, host, port) from exc
         shown = f"[{host}]" if ":" in host else host
         self.url = f"{'https' if self._tls else 'http'}://{shown}:{runner.addresses[0][1]}"
 

@@ -3,7 +3,7 @@
 Pure: from an errand to a header and tensors, and back with every value checked, since it comes from a stranger.
 """
 
-import math
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -103,8 +103,8 @@ def errand_of(frame: Frame) -> Errand:
         raise WireError(f"The fields {low or ['num_blocks', 'num_draws']} of a walk are out of range.")
     if not 0 < len(client) <= MAX_CLIENT_CHARS or wire not in WIRE_DTYPES or len(route) > MAX_HOSTS:
         raise WireError(f"The walk has no client, {len(route)} hosts, or the wire type {wire!r:.20}.")
-    if not 0 <= temperature < math.inf:
-        raise WireError(f"The temperature of a walk is {temperature}.")
+    if not 0 <= temperature <= sys.float_info.max:
+        raise WireError(f"The temperature of a walk is {temperature!r:.40}.")
     try:
         hosts = tuple(Address.parse(text) for text in route if isinstance(text, str))
     except ValueError as exc:

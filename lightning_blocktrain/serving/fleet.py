@@ -100,21 +100,24 @@ class Fleet:
     async def connect(self) -> Facts:
         """Connect to every host that is not connected, or was lost long enough ago; return what they share.
 
+        A host that comes back with another version is left out, and the others go on.
+
         Raises:
-            ServingError: If hosts serve different versions, or none can be reached.
+            ServingError: If the first hosts serve different versions, or none can be reached.
         """
         async with self._dialling:
             now = time.monotonic()
             wanted = [address for address in self._route if self._may_dial(address, now)]
             found = await asyncio.gather(*(self._open(address) for address in wanted))
+            opened = {a: c for a, c in zip(wanted, found, strict=True) if isinstance(c, _Connection)}
+            if self.facts is None and opened:
+                self.facts = self._agreed(opened)
             for address, outcome in zip(wanted, found, strict=True):
-                if isinstance(outcome, str):
-                    self._lost[address] = (time.monotonic(), outcome)
-                else:
-                    self._lost.pop(address, None)
-                    self._connections[address] = outcome
-                    outcome.hearing = asyncio.create_task(self._hear(outcome))
-            self._agree()
+                why = outcome if isinstance(outcome, str) else self._reason_against(outcome)
+                if why is not None:
+                    self._lost[address] = (time.monotonic(), why)
+                if not isinstance(outcome, str):
+                    await self._admit(outcome, why)
         if self.facts is None:
             reasons = "; ".join(f"{address}: {why}" for address, (_, why) in self._lost.items())
             raise HostLostError(f"No host of the route is reached: {reasons}")
@@ -136,24 +139,36 @@ class Fleet:
                 await link.close()
             return str(exc) or type(exc).__name__
 
-    def _agree(self) -> None:
-        """Take over what all hosts share.
+    def _agreed(self, opened: Mapping[Address, _Connection]) -> Facts:
+        """Return what the first hosts share.
 
         Raises:
             ServingError: If they do not agree.
         """
-        for address, connection in self._connections.items():
-            mine = connection.facts
-            if self.facts is None:
-                self.facts = mine
-            differing = [
-                f"{name}: {getattr(mine, name)} at {address}, {getattr(self.facts, name)} at others"
-                for name in ("version", "dtype", "num_blocks")
-                if getattr(mine, name) != getattr(self.facts, name)
-            ]
+        (first, one), *others = opened.items()
+        for address, connection in others:
+            differing = differences(connection.facts, one.facts)
             if differing:
-                rule = "all hosts of a route must serve the same version of one model"
-                raise ServingError(explain(rule, "; ".join(differing), "export once and serve that everywhere"))
+                got = "; ".join(f"{name}: {mine} at {address}, {theirs} at {first}" for name, mine, theirs in differing)
+                fix = "start all hosts with the same --dtype"
+                if [name for name, _, _ in differing] != ["dtype"]:
+                    fix = "export once and serve that everywhere"
+                raise ServingError(explain("all hosts of a route must serve the same version of one model", got, fix))
+        return one.facts
+
+    def _reason_against(self, connection: _Connection) -> str | None:
+        """Return why a host that was reached is not used; None if it is."""
+        assert self.facts is not None
+        differing = differences(connection.facts, self.facts)
+        return "it serves " + ", ".join(f"{name} {mine}" for name, mine, _ in differing) if differing else None
+
+    async def _admit(self, connection: _Connection, why_not: str | None) -> None:
+        if why_not is not None:
+            await connection.link.close()
+            return
+        self._lost.pop(connection.address, None)
+        self._connections[connection.address] = connection
+        connection.hearing = asyncio.create_task(self._hear(connection))
 
     async def path(self, num_blocks: int, turn: int) -> list[Address]:
         """Return hosts that, one after the other, hold the blocks before an exit; connect anew to some that were lost.
@@ -172,8 +187,9 @@ class Fleet:
         while block_idx < num_blocks:
             able = [c for a in self._route if (c := self._connections.get(a)) and block_idx in c.facts.blocks]
             if not able:
-                lost = "; ".join(f"{address}: {why}" for address, (_, why) in self._lost.items()) or "none was lost"
-                raise HostLostError(f"Block {block_idx} is served by no host that is reached ({lost}).")
+                served = [f"{a} serves {list(c.facts.blocks)}" for a, c in self._connections.items()]
+                known = "; ".join([*served, *(f"{a}: {why}" for a, (_, why) in self._lost.items())])
+                raise HostLostError(f"Block {block_idx} is served by no host that is reached: {known}.")
             chosen = able[turn % len(able)]
             path.append(chosen.address)
             while block_idx in chosen.facts.blocks:
@@ -337,6 +353,12 @@ class Fleet:
 
     def _lost_error(self, address: Address) -> HostLostError:
         return HostLostError(f"The host {address} is lost: {self._lost[address][1]}", address)
+
+
+def differences(one: Facts, other: Facts) -> list[tuple[str, object, object]]:
+    """Return name and both values of what two hosts of one model must share and do not."""
+    names = ("version", "dtype", "num_blocks")
+    return [(n, getattr(one, n), getattr(other, n)) for n in names if getattr(one, n) != getattr(other, n)]
 
 
 def _give_up(future: "asyncio.Future[Any]", error: BaseException) -> None:

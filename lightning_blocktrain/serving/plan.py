@@ -54,10 +54,13 @@ class ServedShape:
 
     def __post_init__(self) -> None:
         numbers = {"width": self.width, "num_layers": self.num_layers, "num_blocks": self.num_blocks}
-        if min(numbers.values()) < 1 or self.num_layers % self.num_blocks or self.window_bytes < 1:
-            rule = "width, num_layers, num_blocks and window_bytes must be at least 1, and num_blocks divide num_layers"
+        if min(*numbers.values(), self.window_bytes) < 1 or self.width % 2:
+            rule = "num_layers, num_blocks and window_bytes must be at least 1, and width an even number from 2 on"
             got = ", ".join(f"{name}={value}" for name, value in numbers.items())
             raise ValueError(explain(rule, f"{got}, window_bytes={self.window_bytes}", "correct them"))
+        if self.num_layers % self.num_blocks:
+            got = f"num_blocks={self.num_blocks}, num_layers={self.num_layers}"
+            raise ValueError(explain("num_blocks must divide num_layers", got, "change one of them"))
         if self.dtype not in DTYPE_BYTES or self.wire not in ("fp32", "bf16"):
             rule = f"dtype must be one of {', '.join(DTYPE_BYTES)}, and wire fp32 or bf16"
             raise ValueError(explain(rule, f"dtype={self.dtype!r}, wire={self.wire!r}", "choose from these"))
@@ -223,7 +226,7 @@ def measured_machine(width: int = 512, positions: int = 128, dtype: str = "fp32"
     shape = ServedShape(width, 1, 1, dtype=dtype)
     # More layers than caches hold, so that weights are read from memory as they are in a host of many layers.
     num_layers = max(2, min(16, 2**28 // (shape.layer_parameters * DTYPE_BYTES[dtype])))
-    heads = max(1, width // 64)
+    heads = width // 64 if width % 128 == 0 else 1
     layers = [Layer(width, heads).to(torch_dtype) for _ in range(num_layers)]
     tiny = [Layer(32, 1).to(torch_dtype) for _ in range(num_layers)]
 

@@ -1,11 +1,12 @@
 """What is an address of a coordinator, who can listen in there, whom a member trusts, and what the environment says."""
 
+import errno
 import ipaddress
 import os
 from pathlib import Path
 from urllib.parse import SplitResult, urlsplit
 
-from lightning_blocktrain.errors import explain
+from lightning_blocktrain.errors import PortInUseError, explain
 
 URL, RUN_ID, TOKEN = "BLOCKTRAIN_COORDINATOR", "BLOCKTRAIN_RUN_ID", "BLOCKTRAIN_TOKEN"
 """Environment variables that say where a run is coordinated, its name and its secret."""
@@ -65,6 +66,22 @@ def is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host.strip("[]")).is_loopback
     except ValueError:
         return False
+
+
+def listening_error(exc: OSError, host: str, port: int) -> Exception:
+    """Return what to raise where nobody can listen at an address.
+
+    Args:
+        exc: What the system said.
+        host: Name or address.
+        port: Its port.
+    """
+    got = f"host={host}, port={port}"
+    if exc.errno == errno.EADDRINUSE:
+        fix = "stop who listens there, or choose another port (0: any free one)"
+        return PortInUseError(explain("the address must be free", got, fix))
+    fix = "listen on 127.0.0.1, 0.0.0.0 or an address of this machine, and a port that you may use"
+    return ValueError(explain("the address to listen on must be this machine's", f"{got} ({exc})", fix))
 
 
 def checked_url(url: str) -> str:

@@ -105,8 +105,21 @@ def test_a_folder_that_holds_a_model_is_not_written_again(tmp_path: Path) -> Non
         write_blocks(causal("features"), tmp_path / "m")
     assert {file.name: file.read_bytes() for file in (tmp_path / "m").iterdir()} == before
     (tmp_path / "file").write_text("")
-    with pytest.raises(ValueError, match="must be written to a folder that can be made"):
+    with pytest.raises(ValueError, match=r"must be written to a folder; got .*file, a file"):
         write_blocks(causal("features"), tmp_path / "file")
+    with pytest.raises(ValueError, match="must be written to a folder that can be made"):
+        write_blocks(causal("features"), tmp_path / "file" / "m")
+
+
+def test_exported_files_may_be_read_as_any_new_file(tmp_path: Path) -> None:
+    write_blocks(causal("features"), tmp_path / "m")
+    (tmp_path / "new").write_text("")
+    assert {file.stat().st_mode for file in (tmp_path / "m").iterdir()} == {(tmp_path / "new").stat().st_mode}
+
+
+def test_what_is_not_there_is_named(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointMismatchError, match=r"must be a checkpoint or a folder .*; got .*none, which is not"):
+        load_blocks(tmp_path / "none", None)
 
 
 def _edit(folder: Path, **fields: Any) -> None:

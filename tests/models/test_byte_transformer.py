@@ -219,9 +219,12 @@ def test_generate_window_of_one_byte_goes_on() -> None:
     assert len(lively(window_bytes=1).generate(b"abc", 4)) == 4
 
 
-@pytest.mark.parametrize(("prompt", "num_bytes", "temperature"), [("abc", 1, 1.0), (b"a", -1, 1.0), (b"a", 1, -1.0)])
-def test_generate_bad_argument_is_refused(prompt: Any, num_bytes: int, temperature: float) -> None:
-    with pytest.raises(ValueError, match="prompt must be bytes, num_bytes and temperature at least 0"):
+@pytest.mark.parametrize(
+    ("prompt", "num_bytes", "temperature", "words"),
+    [("abc", 1, 1.0, "prompt=str"), (b"a", -1, 1.0, "num_bytes=-1"), (b"a", 1, -1.0, "temperature=-1.0")],
+)
+def test_generate_bad_argument_is_refused(prompt: Any, num_bytes: int, temperature: float, words: str) -> None:
+    with pytest.raises(ValueError, match=f"; got {words}; "):
         lively().generate(prompt, num_bytes, temperature=temperature)
 
 

@@ -210,7 +210,7 @@ def test_a_seed_that_is_none_is_refused(seed: Any) -> None:
 
 
 def test_numbers_beyond_every_use_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"temperature at least 0 and finite; got .*temperature=inf"):
+    with pytest.raises(ValueError, match="temperature must be a finite number from 0 on; got temperature=inf"):
         causal("features").generate(b"a", 1, temperature=float("inf"))
-    with pytest.raises(ValueError, match=r"num_draws in 1 \.\. 64; got .*num_draws=65"):
+    with pytest.raises(ValueError, match=r"num_draws must be in 1 \.\. 64; got num_draws=65"):
         noisy("denoise").generate(b"a", 1, num_draws=65)

@@ -47,10 +47,12 @@ class Running:
             self._loop.run(self.server.stop)
             self._loop.close(_nothing)
 
-    def restart(self) -> None:
+    def restart(self, host: BlockHost | None = None) -> None:
+        """Stop and start again at the same address, with another host's blocks if one is given."""
         assert self.server.address is not None
         port = self.server.address.port
         self.stop()
+        self.host = host or self.host
         self._start(port)
 
     @contextmanager
@@ -92,17 +94,18 @@ def host_of(model: Model, blocks: Sequence[int], **options: int) -> BlockHost:
 
 @contextmanager
 def serving(
-    model: Model,
+    model: Model | BlockHost,
     *blocks: Sequence[int],
     limits: HostLimits | None = None,
     tls: ssl.SSLContext | None = None,
     **options: int,
 ) -> Iterator[list[Running]]:
-    """Serve these blocks of a model, one server for each entry."""
+    """Serve these blocks of a model, one server for each entry; or one host, as it is."""
     with ExitStack() as stack:
         servers = []
-        for own in blocks:
-            running = Running(host_of(model, own, **options), limits, tls)
+        hosts = [model] if isinstance(model, BlockHost) else [host_of(model, own, **options) for own in blocks]
+        for host in hosts:
+            running = Running(host, limits, tls)
             stack.callback(running.stop)
             servers.append(running)
         yield servers

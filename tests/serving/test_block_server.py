@@ -112,7 +112,12 @@ def test_what_is_no_hello_ends_the_connection_and_nothing_else(text: bytes) -> N
 
 @pytest.mark.parametrize(
     ("fields", "code"),
-    [({"token": "wrong"}, "unauthorised"), ({"protocol": PROTOCOL + 1}, "refused"), ({"token": ""}, "unauthorised")],
+    [
+        ({"token": "wrong"}, "unauthorised"),
+        ({"protocol": PROTOCOL + 1}, "refused"),
+        ({"token": ""}, "unauthorised"),
+        ({"token": "\ud800"}, "unauthorised"),
+    ],
 )
 def test_a_hello_that_does_not_fit_is_refused(fields: dict[str, Any], code: str) -> None:
     with serving(causal("features"), [0, 1, 2]) as [running], raw(running) as connection:
@@ -174,6 +179,7 @@ WRONG: list[tuple[dict[str, Any], dict[str, Tensor]]] = [
     ({"seed": 2**63}, {}),
     ({"temperature": "hot"}, {}),
     ({"temperature": -1.0}, {}),
+    ({"temperature": 10**400}, {}),
     ({"num_draws": 0}, {}),
     ({"num_draws": 65}, {}),
     ({"num_read": 4}, {}),

@@ -81,8 +81,9 @@ def test_time_grows_with_everything_that_takes_time() -> None:
 @pytest.mark.parametrize(
     ("numbers", "words"),
     [
-        ({"num_blocks": 4}, "num_blocks divide num_layers; got width=64, num_layers=6, num_blocks=4"),
+        ({"num_blocks": 4}, "num_blocks must divide num_layers; got num_blocks=4, num_layers=6"),
         ({"width": 0}, "width=0"),
+        ({"width": 511}, "an even number from 2 on; got width=511"),
         ({"dtype": "int4"}, "dtype='int4'"),
         ({"wire": "fp16"}, "wire='fp16'"),
     ],

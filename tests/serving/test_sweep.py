@@ -8,14 +8,16 @@ from typing import Any
 
 import pytest
 
+from lightning_blocktrain.models.block_files import describe, entries_of
 from lightning_blocktrain.models.generation import Decision, Decoder, LocalWalker, Sampling, Walk, continuation
 from lightning_blocktrain.models.loading import Model
+from lightning_blocktrain.serving.block_host import BlockHost
 from lightning_blocktrain.serving.block_server import HostLimits
 from lightning_blocktrain.serving.client import SweepClient
 from lightning_blocktrain.serving.fleet import HostLostError, Patience, ServingError
 from lightning_blocktrain.serving.process import server_tls
 from tests.models.cases import CAUSAL, NOISY, T, causal, lively, noisy
-from tests.serving.local import TOKEN, Running, all_forgotten, route_of, serving
+from tests.serving.local import TOKEN, Running, all_forgotten, host_of, route_of, serving
 from tests.transport.test_http import make_certificate
 
 SHORT = Patience(connect_s=5.0, walk_s=20.0, redial_s=0.0)
@@ -181,15 +183,52 @@ def test_hosts_of_different_versions_are_refused() -> None:
     with (
         serving(ours, [0], [1]) as first,
         serving(others, [2]) as second,
-        pytest.raises(ServingError, match=r"same version of one model; got version: \w{16} at .*, \w{16} at others"),
+        pytest.raises(
+            ServingError, match=r"same version of one model; got version: \w{16} at .*, \w{16} at .*; export"
+        ),
     ):
         client_of([*first, *second])
+
+
+def test_a_replica_that_comes_back_with_other_weights_is_left_out_and_the_others_go_on() -> None:
+    ours, others = causal("features"), causal("features")
+    others.layers[2].mlp.up.bias.data += 1e-3
+    expected = ours.generate(b"hello", 12, seed=1)
+    with serving(ours, [0, 1, 2], [0, 1, 2]) as servers, client_of(servers) as client:
+        servers[1].restart(host_of(others, [0, 1, 2]))
+        for _ in range(3):  # whichever of the two has its turn
+            assert client.generate(b"hello", 12, seed=1) == expected
+        servers[0].stop()
+        with pytest.raises(HostLostError, match=r"Block 0 is served by no host.*it serves version \w{16}"):
+            client.generate(b"hello", 12)
+
+
+def test_hosts_of_different_dtypes_are_told_so() -> None:
+    model = causal("features")
+    half = BlockHost(model, describe(model, entries_of(model)), [1, 2], "bf16")
+    with (
+        serving(model, [0]) as first,
+        serving(half) as second,
+        pytest.raises(ServingError, match=r"got dtype: bf16 at .*, fp32 at .*; start all hosts with"),
+    ):
+        client_of([*first, *second])
+
+
+def test_a_text_goes_to_a_replica_that_has_room() -> None:
+    model = causal("features")
+    with serving(model, [0, 1, 2], [0, 1, 2], max_sessions=1) as servers, client_of(servers) as client:
+        held = client.stream(b"hello", 9, seed=1)
+        first = next(held)
+        for seed in range(3):
+            assert client.generate(b"a", 4, seed=seed) == model.generate(b"a", 4, seed=seed)
+        rest = b"".join(bytes(chunk.decided) for chunk in held)
+        assert bytes(first.decided) + rest == model.generate(b"hello", 9, seed=1)
 
 
 def test_a_missing_block_is_named_before_anything_is_sent() -> None:
     with serving(causal("features"), [0], [2]) as servers, client_of(servers) as client:
         assert len(client.generate(b"a", 3, num_blocks=1)) == 3
-        with pytest.raises(HostLostError, match="Block 1 is served by no host that is reached"):
+        with pytest.raises(HostLostError, match=r"Block 1 is served by no host that is reached: .* \[0\]; .* \[2\]"):
             client.generate(b"a", 3)
 
 
@@ -217,9 +256,14 @@ def test_nobody_listens_there() -> None:
         ({"chunk_bytes": T + 1}, f"chunk_bytes={T + 1}"),
         ({"temperature": -0.5}, "temperature=-0.5"),
         ({"num_draws": 2}, "num_draws above 1 needs a model with noise"),
-        ({"num_draws": 65}, r"num_draws in 1 \.\. 64"),
+        ({"num_draws": 65}, r"num_draws must be in 1 \.\. 64"),
         ({"seed": 2**63}, f"seed={2**63}"),
         ({"temperature": float("inf")}, "temperature=inf"),
+        ({"temperature": 10**400}, "temperature=1000"),
+        ({"temperature": "hot"}, "temperature='hot'"),
+        ({"chunk_bytes": "a"}, "chunk_bytes='a'"),
+        ({"sweeps": True}, "sweeps=True"),
+        ({"num_bytes": 3.5}, "num_bytes=3.5"),
     ],
 )
 def test_wrong_arguments_are_refused_before_a_host_is_asked(choices: dict[str, Any], words: str) -> None:
@@ -250,7 +294,7 @@ def test_more_sessions_than_places_are_refused_and_a_free_place_is_used() -> Non
     with serving(model, [0, 1, 2], max_sessions=1) as servers, client_of(servers) as client:
         first = client.stream(b"hello", 4, seed=1)
         begun = next(first)
-        with pytest.raises(ServingError, match="All 1 sessions are taken"):
+        with pytest.raises(ServingError, match="All 1 sessions of the host are taken: add a replica, or raise"):
             client.generate(b"a", 1)
         rest = b"".join(bytes(chunk.decided) for chunk in first)
         assert bytes(begun.decided) + rest == model.generate(b"hello", 4, seed=1)
