@@ -25,10 +25,14 @@ METHODS: dict[str, dict[str, Any]] = {
     "rgc_next": {"credit": "next_stage"},
     "rgc_next_final": {"credit": "next_stage", "consensus_weights": "final"},
     "rgc_next_private": {"credit": "next_stage"},
+    "rgc_next_undelayed": {"credit": "next_stage", "lag": "newest"},
     "rgc_then_bp": {"schedule": "local_then_bp"},
     "rgc_next_then_bp": {"credit": "next_stage", "schedule": "local_then_bp"},
 }
-"""Per method, its options beside those that all have; ``bp`` is Lightning's default strategy."""
+"""Per method, its options beside those that all have; ``bp`` is Lightning's default strategy.
+
+``rgc_next_undelayed`` is a control that no pipeline can be: stages take turns and learn from what is newest.
+"""
 
 
 @dataclass(frozen=True)
@@ -92,7 +96,7 @@ def strategy_of(method: str, shape: Shape) -> Any:
     if "schedule" in options:
         options["switch_frac"] = shape.switch_frac
     return BoundedHorizonStrategy(
-        "rgc", num_stages=shape.num_stages, mode="serial", lag="pipeline", threads_per_stage=1, **options
+        "rgc", num_stages=shape.num_stages, mode="serial", threads_per_stage=1, **{"lag": "pipeline", **options}
     )
 
 

@@ -393,7 +393,9 @@ def run(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """Measure everything that the options ask for."""
     torch.set_num_threads(1)
     shape, corpus = (QUICK if args.quick else FULL), corpus_of(args)
-    models = models_of(args.models or folder, shape, corpus)
+    drafts = {arm.draft for arm in ARMS.values() if arm.draft not in (None, "exit")}
+    needed = {"causal", "reference", *filter(None, drafts), *(ARMS[name].model for name in args.arms)}
+    models = models_of(needed, args.models or folder, shape, corpus)
     data = ByteDataModule(window_bytes=shape.window_bytes, batch_size=1, **corpus)  # type: ignore[arg-type]
     data.setup("validate")
     windows = data.val_dataloader().dataset

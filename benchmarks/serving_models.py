@@ -17,7 +17,7 @@ import argparse
 import tempfile
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -108,9 +108,9 @@ def train(name: str, shape: Shape, corpus: dict[str, str], folder: Path) -> Path
     return path
 
 
-def models_of(folder: Path, shape: Shape, corpus: dict[str, str]) -> dict[str, Model]:
-    """Return all models, trained."""
-    return {name: load_model(train(name, shape, corpus, folder)) for name in NAMES}
+def models_of(names: Collection[str], folder: Path, shape: Shape, corpus: dict[str, str]) -> dict[str, Model]:
+    """Return models, trained."""
+    return {name: load_model(train(name, shape, corpus, folder)) for name in NAMES if name in names}
 
 
 def add_corpus(parser: argparse.ArgumentParser) -> None:

@@ -7,18 +7,23 @@ weights, and every link half its RTT and its message's bytes. Plain decoding mak
 there the weights are read anew for every byte, and every byte waits for every link.
 """
 
-import asyncio
 import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from lightning_blocktrain.errors import explain
+from lightning_blocktrain.models import DiffusionBlocks
+from lightning_blocktrain.models.block_files import describe, entries_of
+from lightning_blocktrain.models.generation import Sampling, Walk
 from lightning_blocktrain.models.transformer import VOCABULARY, KeyValueCache, Layer
-from lightning_blocktrain.serving.address import Address
-from lightning_blocktrain.serving.link import Link, dial
+from lightning_blocktrain.serving.block_host import BlockHost
+from lightning_blocktrain.serving.block_server import BlockServer
+from lightning_blocktrain.serving.client import SweepClient
+from lightning_blocktrain.transport.loop import LoopThread
 
 DTYPE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 MESSAGE_BYTES = 720
@@ -119,13 +124,15 @@ class Machine:
         flops_per_s: Of matrix products over many positions.
         bytes_per_s: Of weights that are read for one position.
         layer_s: Of a layer beside these: the calls of its operations.
-        message_s: Of a message: to write, send, check and read it on a link without delay.
+        hop_s: Of every link without delay: to write, send, check and read a walk, and to hand it to a thread.
+        position_s: Of every position of a walk beside its layers: its random numbers, and the choice of a byte.
     """
 
     flops_per_s: float
     bytes_per_s: float
     layer_s: float
-    message_s: float
+    hop_s: float
+    position_s: float = 0.0
 
     def layer_seconds(self, shape: ServedShape, positions: int, context: int) -> float:
         """Return the seconds of one layer over new positions after a context."""
@@ -185,10 +192,8 @@ def walk_seconds(
     read = num_read + (shape.num_blocks - 1) * positions * shape.denoises
     computing += 2 * read * VOCABULARY * shape.width / machine.flops_per_s
     links = shape.num_blocks + 1
-    moving = (
-        links * (network.rtt_s / 2 + machine.message_s) + shape.walk_bytes(positions, num_read) / network.bytes_per_s
-    )
-    return computing + moving
+    moving = links * (network.rtt_s / 2 + machine.hop_s) + shape.walk_bytes(positions, num_read) / network.bytes_per_s
+    return computing + positions * machine.position_s + moving
 
 
 def plan(
@@ -244,34 +249,43 @@ def measured_machine(width: int = 512, positions: int = 128, dtype: str = "fp32"
     many, one = seconds(layers, positions, width) - layer_s, seconds(layers, 1, width) - layer_s
     flops = 2 * positions * shape.layer_parameters + 2 * positions**2 * width
     reading = shape.layer_parameters * DTYPE_BYTES[dtype]
-    return Machine(flops / max(many, 1e-9), reading / max(one, 1e-9), layer_s, measured_message_s())
+    return Machine(flops / max(many, 1e-9), reading / max(one, 1e-9), layer_s, *measured_walks(positions))
 
 
-def measured_message_s(repeats: int = 50) -> float:
-    """Return the seconds that a short message takes from one end of a link on this machine to the other."""
+def measured_walks(positions: int, repeats: int = 15) -> tuple[float, float]:
+    """Return ``hop_s`` and ``position_s`` of walks through a host in this process whose layers take next to no time.
 
-    async def echo(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        link = Link(reader, writer, 10.0)
-        while (frame := await link.receive(2**16)) is not None:
-            await link.send(frame.header, frame.tensors)
-        await link.close()
+    Args:
+        positions: Of the longer walks.
+        repeats: Of every timing; the median counts.
+    """
+    model: Any = DiffusionBlocks(1, 1, 32, 1, max(2, positions), objective="denoise_features", p_span=0.5).eval()
+    server = BlockServer(BlockHost(model, describe(model, entries_of(model)), [0]), "")
+    loop = LoopThread("blocktrain-plan")
+    loop.run(server.start)
+    assert server.address is not None
+    try:
+        with SweepClient([server.address], "") as client, client.walker() as walker:
 
-    async def measure() -> float:
-        server = await asyncio.start_server(echo, "127.0.0.1", 0)
-        link = await dial(Address(*server.sockets[0].getsockname()[:2]), 10.0, 10.0)
-        header, tensors = {"kind": "walk", "padding": "x" * 300}, {"inputs": torch.zeros(1, dtype=torch.int16)}
-        times = []
-        for _ in range(repeats):
-            begin = time.perf_counter()
-            await link.send(header, tensors)
-            await link.receive(2**16)
-            times.append(time.perf_counter() - begin)
-        await link.close()
-        server.close()
-        await server.wait_closed()
-        return statistics.median(times) / 2
+            def seconds(length: int) -> float:
+                walk = Walk(0, (0,) * length, 0, length, Sampling())
+                walker(walk)
+                times = []
+                for _ in range(repeats):
+                    begin = time.perf_counter()
+                    walker(walk)
+                    times.append(time.perf_counter() - begin)
+                return statistics.median(times)
 
-    return asyncio.run(measure())
+            one, many = seconds(1), seconds(max(2, positions))
+    finally:
+        loop.run(server.stop)
+        loop.close(_nothing)
+    return one / 2, max(0.0, many - one) / (max(2, positions) - 1)
+
+
+async def _nothing() -> None:
+    pass
 
 
 def fastest(work: Callable[[], None], repeats: int) -> float:

@@ -101,6 +101,6 @@ def test_an_output_that_does_not_fit_is_refused(lengths: tuple[int, int]) -> Non
 
 def test_a_measured_machine_has_speeds() -> None:
     machine = measured_machine(64, 16, repeats=1)
-    speeds = (machine.flops_per_s, machine.bytes_per_s, machine.layer_s, machine.message_s)
+    speeds = (machine.flops_per_s, machine.bytes_per_s, machine.layer_s, machine.hop_s, machine.position_s)
     assert all(0 < speed < float("inf") for speed in speeds)
     assert all(a != b for a, b in itertools.combinations(speeds, 2))
