@@ -138,7 +138,8 @@ def test_strategies_emulate_the_lag_of_the_pipeline() -> None:
         if method != "bp":
             strategy = strategy_of(method, SMALL)
             assert isinstance(strategy, BoundedHorizonStrategy)
-            assert (strategy.settings.mode, strategy.settings.lag) == ("serial", "pipeline")
+            lag = "newest" if "undelayed" in method else "pipeline"
+            assert (strategy.settings.mode, strategy.settings.lag) == ("serial", lag)
             assert ("then_bp" in method) == (strategy.settings.schedule == "local_then_bp")
             assert ("next" in method) == (strategy.settings.credit == "next_stage")
             assert ("final" in method) == (strategy.settings.consensus_weights == "final")
