@@ -15,6 +15,7 @@ from lightning_blocktrain.protocols import BlockLayout
 from lightning_blocktrain.registration import register_strategies
 from lightning_blocktrain.rounds import OuterSGD
 from lightning_blocktrain.rounds.codecs import Codec
+from lightning_blocktrain.serving.client import SweepClient
 from lightning_blocktrain.strategies import BlockTrainStrategy, BoundedHorizonStrategy
 
 register_strategies()
@@ -36,6 +37,7 @@ __all__ = [
     "OuterSGD",
     "PipelineMonitor",
     "RoundMonitor",
+    "SweepClient",
     "SweepEvaluation",
     "SweepReport",
     "WorkerLink",

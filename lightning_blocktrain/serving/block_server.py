@@ -38,15 +38,13 @@ from lightning_blocktrain.rounds.roster import same_text
 from lightning_blocktrain.serving.address import Address
 from lightning_blocktrain.serving.block_host import BlockHost, Facts, HostBusyError, Outcome, SessionLostError, alike
 from lightning_blocktrain.serving.errand import Errand, decision_message, errand_message, errand_of
+from lightning_blocktrain.serving.hello import HELLO_PATIENCE_S, MAX_HELLO_BYTES, PROTOCOL, greet
 from lightning_blocktrain.serving.link import Link, dial, fields_of
 from lightning_blocktrain.transport.address import listening_error
 from lightning_blocktrain.transport.wire import Frame
 
 log = logging.getLogger(__name__)
 
-PROTOCOL = 1
-MAX_HELLO_BYTES = 2**14
-HELLO_PATIENCE_S = 10.0
 CODES = {SessionLostError: "lost", HostBusyError: "busy"}
 """Why a walk cannot go on here though it may elsewhere."""
 FRAME_BYTES = 2**16
@@ -372,21 +370,3 @@ class _Forwarder:
         if link in self.links:
             self.links.remove(link)
         await link.close()
-
-
-async def greet(link: Link, token: str, client: str, patience_s: float = HELLO_PATIENCE_S) -> dict[str, Any]:
-    """Say hello on a new connection and return what the host tells about itself.
-
-    Raises:
-        ConnectionError: If the host turns this end away; the message says why.
-        WireError: If it answers something else.
-    """
-    await link.send({"kind": "hello", "protocol": PROTOCOL, "token": token, "client": client})
-    frame = await link.receive(MAX_HELLO_BYTES, patience_s)
-    if frame is None:
-        raise ConnectionResetError("The host ended the connection.")
-    if frame.header.get("kind") == "refused":
-        raise ConnectionRefusedError(str(frame.header.get("message"))[:500])
-    (facts,) = fields_of(frame, "welcome", facts=dict)
-    found: dict[str, Any] = facts
-    return found

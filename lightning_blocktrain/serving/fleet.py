@@ -18,8 +18,8 @@ from lightning_blocktrain.errors import BlockTrainError, WireError, explain
 from lightning_blocktrain.models.generation import Decision
 from lightning_blocktrain.serving.address import Address
 from lightning_blocktrain.serving.block_host import Facts
-from lightning_blocktrain.serving.block_server import greet
 from lightning_blocktrain.serving.errand import Errand, decision_of, errand_message, errand_of
+from lightning_blocktrain.serving.hello import greet
 from lightning_blocktrain.serving.link import Link, dial, fields_of
 from lightning_blocktrain.transport.wire import Frame
 

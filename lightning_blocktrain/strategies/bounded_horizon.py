@@ -87,7 +87,8 @@ class BoundedHorizonStrategy(SingleDeviceStrategy):
         credit: What a stage learns from: ``local``, its own loss, or ``next_stage``, the sum of its own and the next
             stage's. The stages between the first and the final one then run a third more backward pass, and each
             keeps the activations of two batches: it learns from a batch, and steps, after the forward pass of the
-            batch that follows (in serial modes at once, unless ``lag="pipeline"``).
+            batch that follows (in serial modes at once, unless ``lag="pipeline"``). In a pipeline the gradient is a
+            step old when it is applied, which does harm at learning rates where a step moves the weights far.
         schedule: ``local`` to the end, or ``local_then_bp``: after a share of ``max_steps`` all layers learn as one
             stage, by global backpropagation, with the optimizer state they have.
         switch_frac: That share, between 0 and 1; None: one half.

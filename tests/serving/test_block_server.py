@@ -15,9 +15,10 @@ from torch import Tensor
 from lightning_blocktrain.errors import PortInUseError, WireError
 from lightning_blocktrain.models.generation import Sampling, Walk
 from lightning_blocktrain.serving.address import Address
-from lightning_blocktrain.serving.block_server import PROTOCOL, BlockServer
+from lightning_blocktrain.serving.block_server import BlockServer
 from lightning_blocktrain.serving.client import SweepClient
 from lightning_blocktrain.serving.errand import Errand, errand_message, errand_of
+from lightning_blocktrain.serving.hello import PROTOCOL
 from lightning_blocktrain.transport.wire import MAGIC, PREFIX, Frame, Outgoing, read_frame
 from tests.models.cases import T, causal, noisy
 from tests.serving.local import TOKEN, Running, host_of, serving
