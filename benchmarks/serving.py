@@ -19,6 +19,7 @@ sweep x 4      the same, four times over: each reads the bytes of the one before
 chunks         ``CHUNK`` bytes
 chunks x 2     the same, twice over
 unknown        ``CHUNK`` bytes, from the causal model that knows unknown bytes
+step by step   as plain or sweep, but every host answers the client, which sends the state on
 =============  =====================================================================================================
 
 A rate is the median over ``--repeats`` runs, interleaved with those of the other arms. Arms that decide few bytes per
@@ -35,7 +36,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -84,6 +85,7 @@ class Arm:
         draft: The model that guesses, at the client.
         requests: At the same time.
         is_lossless: Whether its text is that of ``plain``.
+        chained: Whether walks go from host to host; False: every state comes to the client, which sends it on.
     """
 
     model: str
@@ -92,6 +94,7 @@ class Arm:
     draft: str | None = None
     requests: int = 1
     is_lossless: bool = False
+    chained: bool = True
 
     def chunk_of(self, length: int, window_bytes: int) -> int:
         """Return the bytes per sweep of an output: a prompt has to fit into the window too."""
@@ -100,11 +103,13 @@ class Arm:
 
 ARMS = {
     "plain": Arm("causal", is_lossless=True),
+    "plain step by step": Arm("causal", is_lossless=True, chained=False),
     "batched": Arm("causal", requests=REQUESTS, is_lossless=True),
     "draft small": Arm("causal", draft="small", is_lossless=True),
     "draft exit": Arm("causal", draft="exit", is_lossless=True),
     "draft sweep": Arm("causal", draft="sweep", is_lossless=True),
     "sweep": Arm("sweep", 0),
+    "sweep step by step": Arm("sweep", 0, chained=False),
     "sweep x 4": Arm("sweep", 0, 4),
     "chunks": Arm("sweep", CHUNK),
     "chunks x 2": Arm("sweep", CHUNK, 2),
@@ -205,7 +210,7 @@ def measure(
     timed = min(length, timed_bytes) if few else length
     rates, totals, walks = [], [], []
     with ExitStack() as stack:
-        clients = [stack.enter_context(hosts.client()) for _ in range(arm.requests)]
+        clients = [stack.enter_context(hosts.client(chained=arm.chained)) for _ in range(arm.requests)]
         at_the_same_time([partial(client.generate, b"a", 1) for client in clients])
         before = hosts.moved_bytes
         for repeat in range(repeats):
@@ -230,7 +235,7 @@ def qualities(bench: Bench, arms: Sequence[str], lengths: Sequence[int], held_ou
     for length in lengths:
         by_setting: dict[Arm, Quality] = {}
         for name in arms:
-            arm = ARMS["plain"] if ARMS[name].is_lossless else ARMS[name]
+            arm = ARMS["plain"] if ARMS[name].is_lossless else replace(ARMS[name], chained=True)
             if arm not in by_setting:
                 outputs = [bench.local_text(arm, prompt, length, seed) for seed, prompt in enumerate(bench.prompts)]
                 by_setting[arm] = judge(bench.prompts, outputs, reference, vocabulary)
