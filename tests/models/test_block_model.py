@@ -102,7 +102,7 @@ def test_exit_that_there_is_not_is_refused(num_blocks: int, case: tuple[str, str
         lambda: model.exit_logits(inputs, num_blocks),
         lambda: model.generate(b"a", 1, num_blocks=num_blocks),
     ):
-        with pytest.raises(ValueError, match=rf"must be in 1 .. 3; got num_blocks={num_blocks}; None is the exit"):
+        with pytest.raises(ValueError, match=rf"must be in 1 .. 3; got num_blocks={num_blocks}; leave it out"):
             ask()
 
 
