@@ -265,7 +265,7 @@ def accepted_per_traversal(bench: Bench, num_bytes: int) -> dict[str, float]:
 
 
 def overhead(repeats: int, width: int, num_layers: int, length: int, cut: Sequence[Sequence[int]]) -> dict[str, float]:
-    """Return what serving costs at RTT 0, untrained: beside one process (paired), beside what is planned, in memory.
+    """Return what serving costs without relays, untrained: beside one process (paired), beside the plan, in memory.
 
     Args:
         repeats: Pairs.
@@ -278,7 +278,7 @@ def overhead(repeats: int, width: int, num_layers: int, length: int, cut: Sequen
     heads = max(1, width // 64)
     model = DiffusionBlocks(num_layers, 3, width, heads, 2 * length, objective="denoise_features", p_span=0.5).eval()
     prompt = b"x" * PROMPT_BYTES
-    with hosts_of(model, cut) as hosts, hosts.client() as client:
+    with hosts_of(model, cut) as hosts, hosts.client(relayed=False) as client:
 
         def seconds(generate: Callable[..., bytes], chunk_bytes: int) -> float:
             begin = time.perf_counter()
@@ -352,7 +352,7 @@ def lines_of(found: dict[str, Any]) -> Iterator[str]:
         yield f"{name}: {number:.2f} bytes decided per traversal"
     for tcp in found["overhead"]:
         shape = (
-            f"RTT 0, untrained, width {tcp['width']}, {tcp['num_layers']} layers, {tcp['length']} bytes in one sweep"
+            f"no relay, untrained, width {tcp['width']}, {tcp['num_layers']} layers, {tcp['length']} bytes in one sweep"
         )
         yield f"{shape}: {tcp['a_s']:.3f} s over TCP, {tcp['b_s']:.3f} s in one process"
         yield f"  ratio {tcp['ratio']:.3f} (95 % {tcp['low']:.3f} to {tcp['high']:.3f}, {tcp['num_pairs']} pairs)"

@@ -52,9 +52,10 @@ class Hosts:
         for relay in self.relays:
             relay.shape(line, line)
 
-    def client(self, wire: str = "fp32", chained: bool = True) -> SweepClient:
-        """Return a client of these hosts."""
-        return SweepClient(self.route, self.token, wire, chained, PATIENCE)
+    def client(self, chained: bool = True, relayed: bool = True) -> SweepClient:
+        """Return a client of these hosts; one that is not relayed has lines as short as they are."""
+        route = self.route if relayed else [Address(*relay.target) for relay in self.relays]
+        return SweepClient(route, self.token, "fp32", chained, PATIENCE)
 
     def pss_mib(self) -> list[float]:
         """Return the PSS of every process now, in MiB."""
