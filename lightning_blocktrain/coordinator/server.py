@@ -59,7 +59,6 @@ from lightning_blocktrain.coordinator.status import prometheus_text
 from lightning_blocktrain.errors import TransportError, WireError
 from lightning_blocktrain.rounds import Receipt
 from lightning_blocktrain.rounds.codecs import Codec
-from lightning_blocktrain.transport.address import listening_error
 from lightning_blocktrain.transport.base import ERROR_CODES, Sender
 from lightning_blocktrain.transport.messages import (
     facts_of,
@@ -69,6 +68,7 @@ from lightning_blocktrain.transport.messages import (
     unpack_submission,
     welcome_json,
 )
+from lightning_blocktrain.transport.site import listen
 from lightning_blocktrain.transport.versions import PROTOCOL, RUN_HEADER, package_version
 from lightning_blocktrain.transport.wire import Outgoing, read_frame
 
@@ -177,20 +177,11 @@ class CoordinatorServer:
         )
         await self._runner.setup()
         try:
-            await self._listen(self._runner)
+            self.url = await listen(self._runner, *self._address, self._tls)
         except BaseException:
             await self.stop()
             raise
         self._ticker = asyncio.create_task(self._tick())
-
-    async def _listen(self, runner: web.AppRunner) -> None:
-        host, port = self._address
-        try:
-            await web.TCPSite(runner, host, port, ssl_context=self._tls).start()
-        except OSError as exc:
-            raise listening_error(exc, host, port) from exc
-        shown = f"[{host}]" if ":" in host else host
-        self.url = f"{'https' if self._tls else 'http'}://{shown}:{runner.addresses[0][1]}"
 
     async def stop(self) -> None:
         """Answer what is under way, stop listening and close the desk."""

@@ -45,7 +45,6 @@ class Manifest:
         num_blocks: B.
         digests: Of the tensors of every entry: ``block0`` .., ``interface``.
         block_sigma_edges: Of a model with noise, descending; else empty.
-        rounds: Per block, the version that its master had when the checkpoint was saved; empty if it is not known.
     """
 
     model_class: str
@@ -53,7 +52,6 @@ class Manifest:
     num_blocks: int
     digests: dict[str, str]
     block_sigma_edges: tuple[float, ...] = ()
-    rounds: tuple[int, ...] = ()
 
     @property
     def version(self) -> str:
@@ -157,11 +155,11 @@ def entries_of(model: Model) -> dict[str, dict[str, Tensor]]:
     return {entry: {name: state[name] for name in own} for entry, own in entry_names(model).items()}
 
 
-def describe(model: Model, entries: Mapping[str, Mapping[str, Tensor]], rounds: Sequence[int] = ()) -> Manifest:
+def describe(model: Model, entries: Mapping[str, Mapping[str, Tensor]]) -> Manifest:
     """Return the manifest of a model whose tensors are ``entries``."""
     edges = tuple(getattr(model, "block_sigma_edges", ()))
     digests = {name: digest(tensors) for name, tensors in entries.items()}
-    return Manifest(type(model).__name__, model.arguments(), model.num_blocks, digests, edges, tuple(rounds))
+    return Manifest(type(model).__name__, model.arguments(), model.num_blocks, digests, edges)
 
 
 def digest(tensors: Mapping[str, Tensor]) -> str:
@@ -231,8 +229,7 @@ def read_manifest(folder: Path) -> Manifest:
         if text.pop("format") != FORMAT or text["model_class"] not in CLASSES:
             raise ValueError("another format")
         version = text.pop("version")
-        edges, rounds = (tuple(text.pop(name)) for name in ("block_sigma_edges", "rounds"))
-        manifest = Manifest(**text, block_sigma_edges=edges, rounds=rounds)
+        manifest = Manifest(**text | {"block_sigma_edges": tuple(text["block_sigma_edges"])})
     except (OSError, ValueError, KeyError, TypeError) as exc:
         raise CheckpointMismatchError(explain("the folder must hold an exported model", str(folder), fix)) from exc
     if version != manifest.version:

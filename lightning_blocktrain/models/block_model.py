@@ -22,6 +22,7 @@ from lightning_blocktrain.models.generation import (
     LocalWalker,
     Sampling,
     StepCaches,
+    checked_exit,
     continuation,
     refuse_chunks,
     refuse_generation,
@@ -165,10 +166,7 @@ class BlockModel(ByteModule):
         Raises:
             ValueError: If there is no such exit.
         """
-        if num_blocks is not None and not 1 <= num_blocks <= self.num_blocks:
-            rule = f"num_blocks before an exit (--exit) must be in 1 .. {self.num_blocks}"
-            raise ValueError(explain(rule, f"num_blocks={num_blocks}", "leave it out for all blocks"))
-        return self.num_blocks if num_blocks is None else num_blocks
+        return checked_exit(num_blocks, self.num_blocks)
 
     def hide(self, batch: Batch) -> Batch:
         """Return a training batch in which the inputs of random suffixes are unknown."""

@@ -356,6 +356,18 @@ def refuse_chunks(model: Generates, chunk_bytes: int, sweeps: int, num_draws: in
         raise ValueError(explain(rule, f"chunk_bytes={chunk_bytes}, p_span=0", "train with p_span=0.5"))
 
 
+def checked_exit(num_blocks: int | None, of_blocks: int) -> int:
+    """Return the number of blocks before an exit; None is that after all ``of_blocks`` of them.
+
+    Raises:
+        ValueError: If there is no such exit.
+    """
+    if num_blocks is not None and not 1 <= num_blocks <= of_blocks:
+        rule = f"num_blocks before an exit (--exit) must be in 1 .. {of_blocks}"
+        raise ValueError(explain(rule, f"num_blocks={num_blocks}", "leave it out for all blocks"))
+    return of_blocks if num_blocks is None else num_blocks
+
+
 def sample_bytes(logits: Tensor, temperature: float, gumbel: Tensor) -> Tensor:
     """Pick one byte per row: greedy at temperature 0, else an exact sample by the Gumbel maximum.
 

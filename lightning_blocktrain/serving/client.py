@@ -20,6 +20,7 @@ from lightning_blocktrain.models.generation import (
     Sampling,
     Walk,
     checked_continuation,
+    checked_exit,
     continuation,
     refuse_chunks,
     refuse_generation,
@@ -122,7 +123,7 @@ class SweepClient:
         refuse_generation(prompt, num_bytes, temperature, seed)
         refuse_chunks(self.facts, chunk_bytes, sweeps, num_draws)
         sampling = Sampling(temperature, seed, num_draws)
-        return self._stream(prompt, num_bytes, self.refuse_no_exit(num_blocks), chunk_bytes, sweeps, sampling)
+        return self._stream(prompt, num_bytes, checked_exit(num_blocks, self.num_blocks), chunk_bytes, sweeps, sampling)
 
     def _stream(
         self, prompt: bytes, num_bytes: int, num_blocks: int, chunk_bytes: int, sweeps: int, sampling: Sampling
@@ -168,7 +169,7 @@ class SweepClient:
         refuse_chunks(guesser, draft_chunk_bytes, draft_sweeps, 1)
         if num_guesses < 1:
             raise ValueError(explain("num_guesses must be at least 1", f"num_guesses={num_guesses}", "use 8"))
-        last, sampling = self.refuse_no_exit(num_blocks), Sampling(temperature, seed)
+        last, sampling = checked_exit(num_blocks, self.num_blocks), Sampling(temperature, seed)
 
         def chunks() -> Generator[Decision]:
             with self.walker(last) as walker, ExitStack() as stack:
@@ -181,20 +182,9 @@ class SweepClient:
 
         return chunks()
 
-    def refuse_no_exit(self, num_blocks: int | None) -> int:
-        """Return the number of blocks before an exit; None is the last one's.
-
-        Raises:
-            ValueError: If there is no such exit.
-        """
-        if num_blocks is not None and not 1 <= num_blocks <= self.num_blocks:
-            rule = f"num_blocks before an exit (--exit) must be in 1 .. {self.num_blocks}"
-            raise ValueError(explain(rule, f"num_blocks={num_blocks}", "leave it out for all blocks"))
-        return self.num_blocks if num_blocks is None else num_blocks
-
     def walker(self, num_blocks: int | None = None) -> "RemoteWalker":
         """Return what walks through the blocks before an exit, for one text."""
-        last = self.refuse_no_exit(num_blocks)
+        last = checked_exit(num_blocks, self.num_blocks)
         return RemoteWalker(self._fleet, self._loop, self._sessions, last, self._wire, self._chained)
 
     def close(self) -> None:

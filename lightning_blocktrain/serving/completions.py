@@ -45,7 +45,7 @@ from lightning_blocktrain.serving.completion_fields import Asked, CompletionLimi
 from lightning_blocktrain.serving.completion_text import Envelope, Piece, Transcript, joined, usage_of
 from lightning_blocktrain.serving.completion_work import STOPPING, Job, Work
 from lightning_blocktrain.serving.fleet import ServingError
-from lightning_blocktrain.transport.address import listening_error
+from lightning_blocktrain.transport.site import listen
 
 log = logging.getLogger(__name__)
 
@@ -132,19 +132,10 @@ class CompletionServer:
         )
         await self._runner.setup()
         try:
-            await self._bind(self._runner)
+            self.url = await listen(self._runner, *self._listen, self._tls)
         except BaseException:
             await self.stop()
             raise
-
-    async def _bind(self, runner: web.AppRunner) -> None:
-        host, port = self._listen
-        try:
-            await web.TCPSite(runner, host, port, ssl_context=self._tls).start()
-        except OSError as exc:
-            raise listening_error(exc, host, port) from exc
-        shown = f"[{host}]" if ":" in host else host
-        self.url = f"{'https' if self._tls else 'http'}://{shown}:{runner.addresses[0][1]}"
 
     async def stop(self) -> None:
         """Stop listening, end what is under way with the chunk that is being decided, and end the threads."""
