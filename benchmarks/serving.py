@@ -18,7 +18,6 @@ sweep          the whole output, or as much as the window takes
 sweep x 4      the same, four times over: each reads the bytes of the one before
 chunks         ``CHUNK`` bytes
 chunks x 2     the same, twice over
-unknown        ``CHUNK`` bytes, from the causal model that knows unknown bytes
 step by step   as plain or sweep, but every host answers the client, which sends the state on
 =============  =====================================================================================================
 
@@ -62,7 +61,8 @@ from lightning_blocktrain.models.generation import (
 )
 from lightning_blocktrain.models.loading import Model
 from lightning_blocktrain.serving.client import SweepClient
-from lightning_blocktrain.serving.plan import Network, ServedShape, measured_machine, plan
+from lightning_blocktrain.serving.machine import measured_machine
+from lightning_blocktrain.serving.plan import Network, ServedShape, plan
 
 CUT = ([0], [1], [2])
 """The blocks of every host."""
@@ -113,7 +113,6 @@ ARMS = {
     "sweep x 4": Arm("sweep", 0, 4),
     "chunks": Arm("sweep", CHUNK),
     "chunks x 2": Arm("sweep", CHUNK, 2),
-    "unknown": Arm("unknown", CHUNK),
 }
 REAL = "real text"
 TITLES = ("RTT ms", "bytes", "arm", "bytes/s", "/ plain", "total", "traversals", "moved", "bits", "4-grams", "words")

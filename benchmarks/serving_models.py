@@ -7,7 +7,6 @@ name        model                                                               
 ==========  ========================================================================  ==================================
 causal      ByteTransformer in 3 blocks, each with a readout of its own, by blocks    served: one byte per traversal
 sweep       DiffusionBlocks that read features and know unknown bytes, by blocks      served: chunks; also a draft
-unknown     like causal, trained with unknown bytes                                   served: chunks without noise
 small       ByteTransformer of one layer, end to end                                  a draft at the client
 reference   ByteTransformer as deep as causal, end to end, another seed               judges what the others write
 ==========  ========================================================================  ==================================
@@ -54,7 +53,7 @@ class Shape:
 
 QUICK = Shape(num_layers=3, width=32, window_bytes=64, batch_size=4, steps=10)
 FULL = Shape()
-BY_BLOCKS = ("causal", "sweep", "unknown")
+BY_BLOCKS = ("causal", "sweep")
 NAMES = (*BY_BLOCKS, "small", "reference")
 
 
@@ -70,8 +69,8 @@ def build(name: str, shape: Shape) -> Model:
     cut: dict[str, Any] = {"num_layers": shape.num_layers, "num_blocks": shape.num_blocks, **common}
     if name == "sweep":
         return DiffusionBlocks(objective="denoise_features", p_span=0.5, **cut)
-    if name in ("causal", "unknown"):
-        return ByteTransformer(exits="own", p_span=0.5 if name == "unknown" else 0.0, **cut)
+    if name == "causal":
+        return ByteTransformer(exits="own", **cut)
     return ByteTransformer(num_layers=1 if name == "small" else shape.num_layers, num_blocks=1, **common)
 
 

@@ -300,7 +300,8 @@ def run_plan(options: argparse.Namespace) -> int:
     """Run ``blocktrain plan``."""
     from rich.console import Console
 
-    from lightning_blocktrain.serving.plan import Machine, Network, ServedShape, measured_machine, plan
+    from lightning_blocktrain.serving.machine import measured_machine
+    from lightning_blocktrain.serving.plan import Machine, Network, ServedShape, plan
 
     names = ("width", "num_layers", "num_blocks", "window_bytes", "dtype", "wire")
     shape = ServedShape(**{name: getattr(options, name) for name in names})

@@ -1,29 +1,16 @@
 """How much memory, how many bytes and how long: served blocks of a shape on given hosts, before anything is trained.
 
-Pure arithmetic, but for ``measured_machine``, which times this machine. All predictions are for one request at a time.
+Pure arithmetic, for one request at a time; ``serving.machine`` measures how fast a host is.
 
 A traversal of T new positions costs every host the larger of two times per layer, its FLOPs and the reading of its
 weights, and every link half its RTT and its message's bytes. Plain decoding makes one traversal per byte with T = 1:
 there the weights are read anew for every byte, and every byte waits for every link.
 """
 
-import statistics
-import time
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
-
-import torch
 
 from lightning_blocktrain.errors import explain
-from lightning_blocktrain.models import DiffusionBlocks
-from lightning_blocktrain.models.block_files import describe, entries_of
-from lightning_blocktrain.models.generation import Sampling, Walk
-from lightning_blocktrain.models.transformer import VOCABULARY, KeyValueCache, Layer
-from lightning_blocktrain.serving.block_host import BlockHost
-from lightning_blocktrain.serving.block_server import BlockServer
-from lightning_blocktrain.serving.client import SweepClient
-from lightning_blocktrain.transport.loop import LoopThread
+from lightning_blocktrain.models.transformer import VOCABULARY
 
 DTYPE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 MESSAGE_BYTES = 720
@@ -125,6 +112,7 @@ class Machine:
         bytes_per_s: Of weights that are read for one position.
         layer_s: Of a layer beside these: the calls of its operations.
         hop_s: Of every link without delay: to write, send, check and read a walk, and to hand it to a thread.
+        block_s: Of a block beside its layers: to embed bytes and noise, and to read out.
         position_s: Of every position of a walk beside its layers: its random numbers, and the choice of a byte.
     """
 
@@ -132,6 +120,7 @@ class Machine:
     bytes_per_s: float
     layer_s: float
     hop_s: float
+    block_s: float = 0.0
     position_s: float = 0.0
 
     def layer_seconds(self, shape: ServedShape, positions: int, context: int) -> float:
@@ -187,7 +176,7 @@ def walk_seconds(
         num_read: Of them, those that decide a byte.
         context: Positions before them whose keys and values are there.
     """
-    computing = shape.num_layers * machine.layer_seconds(shape, positions, context)
+    computing = shape.num_layers * machine.layer_seconds(shape, positions, context) + shape.num_blocks * machine.block_s
     # A block that denoises reads out at every level; others only at the exit.
     read = num_read + (shape.num_blocks - 1) * positions * shape.denoises
     computing += 2 * read * VOCABULARY * shape.width / machine.flops_per_s
@@ -215,85 +204,3 @@ def plan(
     for idx in range(1, output_bytes):
         plain_s += walk_seconds(shape, machine, network, 1, 1, prompt_bytes + idx - 1)
     return Plan(shape.host_bytes(sessions), shape.walk_bytes(positions, output_bytes), sweep_s, plain_s, plain_bytes)
-
-
-@torch.inference_mode()
-def measured_machine(width: int = 512, positions: int = 128, dtype: str = "fp32", repeats: int = 5) -> Machine:
-    """Return how fast this machine is with the threads that torch has now; takes a few seconds.
-
-    Args:
-        width: Of the layers that are timed: those that are to be served, or 512.
-        positions: Of a sweep.
-        dtype: ``fp32`` or ``bf16``.
-        repeats: Of every timing; the fastest counts.
-    """
-    torch_dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[dtype]
-    shape = ServedShape(width, 1, 1, dtype=dtype)
-    # More layers than caches hold, so that weights are read from memory as they are in a host of many layers.
-    num_layers = max(2, min(16, 2**28 // (shape.layer_parameters * DTYPE_BYTES[dtype])))
-    heads = width // 64 if width % 128 == 0 else 1
-    layers = [Layer(width, heads).to(torch_dtype) for _ in range(num_layers)]
-    tiny = [Layer(32, 1).to(torch_dtype) for _ in range(num_layers)]
-
-    def seconds(stack: list[Layer], length: int, size: int) -> float:
-        hidden = torch.zeros(1, length, size, dtype=torch_dtype)
-
-        def through() -> None:
-            found = hidden
-            for layer in stack:
-                found = layer(found, KeyValueCache(length))
-
-        return fastest(through, repeats) / len(stack)
-
-    layer_s = seconds(tiny, 1, 32)
-    many, one = seconds(layers, positions, width) - layer_s, seconds(layers, 1, width) - layer_s
-    flops = 2 * positions * shape.layer_parameters + 2 * positions**2 * width
-    reading = shape.layer_parameters * DTYPE_BYTES[dtype]
-    return Machine(flops / max(many, 1e-9), reading / max(one, 1e-9), layer_s, *measured_walks(positions))
-
-
-def measured_walks(positions: int, repeats: int = 15) -> tuple[float, float]:
-    """Return ``hop_s`` and ``position_s`` of walks through a host in this process whose layers take next to no time.
-
-    Args:
-        positions: Of the longer walks.
-        repeats: Of every timing; the median counts.
-    """
-    model: Any = DiffusionBlocks(1, 1, 32, 1, max(2, positions), objective="denoise_features", p_span=0.5).eval()
-    server = BlockServer(BlockHost(model, describe(model, entries_of(model)), [0]), "")
-    loop = LoopThread("blocktrain-plan")
-    loop.run(server.start)
-    assert server.address is not None
-    try:
-        with SweepClient([server.address], "") as client, client.walker() as walker:
-
-            def seconds(length: int) -> float:
-                walk = Walk(0, (0,) * length, 0, length, Sampling())
-                walker(walk)
-                times = []
-                for _ in range(repeats):
-                    begin = time.perf_counter()
-                    walker(walk)
-                    times.append(time.perf_counter() - begin)
-                return statistics.median(times)
-
-            one, many = seconds(1), seconds(max(2, positions))
-    finally:
-        loop.run(server.stop)
-        loop.close(_nothing)
-    return one / 2, max(0.0, many - one) / (max(2, positions) - 1)
-
-
-async def _nothing() -> None:
-    pass
-
-
-def fastest(work: Callable[[], None], repeats: int) -> float:
-    """Return the seconds of the fastest of some runs, after one that is not timed."""
-    work()
-    times = []
-    for _ in range(repeats):
-        begin = time.perf_counter()
-        work()
-        times.append(time.perf_counter() - begin)
-    return min(times)

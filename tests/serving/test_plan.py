@@ -1,18 +1,19 @@
 """What is predicted of served shapes, against real models and real messages."""
 
 import itertools
+from dataclasses import astuple
 
 import pytest
 
 from lightning_blocktrain.models import ByteTransformer, DiffusionBlocks
 from lightning_blocktrain.models.loading import Model
 from lightning_blocktrain.serving.client import SweepClient
+from lightning_blocktrain.serving.machine import measured_machine
 from lightning_blocktrain.serving.plan import (
     MESSAGE_BYTES,
     Machine,
     Network,
     ServedShape,
-    measured_machine,
     plan,
     walk_seconds,
 )
@@ -70,6 +71,8 @@ def test_time_grows_with_everything_that_takes_time() -> None:
         walk_seconds(shape, Machine(1e12, 1e9, 0.0, 0.0), network, 16, 16),
         walk_seconds(shape, Machine(1e12, 1e12, 1e-3, 0.0), network, 16, 16),
         walk_seconds(shape, Machine(1e12, 1e12, 0.0, 1e-3), network, 16, 16),
+        walk_seconds(shape, Machine(1e12, 1e12, 0.0, 0.0, 1e-3), network, 16, 16),
+        walk_seconds(shape, Machine(1e12, 1e12, 0.0, 0.0, 0.0, 1e-3), network, 16, 16),
         walk_seconds(shape, FAST, Network(0.02, 1e6), 16, 16),
         walk_seconds(shape, FAST, Network(0.01, 5e5), 16, 16),
         walk_seconds(shape, FAST, network, 32, 32),
@@ -101,6 +104,9 @@ def test_an_output_that_does_not_fit_is_refused(lengths: tuple[int, int]) -> Non
 
 def test_a_measured_machine_has_speeds() -> None:
     machine = measured_machine(64, 16, repeats=1)
-    speeds = (machine.flops_per_s, machine.bytes_per_s, machine.layer_s, machine.hop_s, machine.position_s)
-    assert all(0 < speed < float("inf") for speed in speeds)
-    assert all(a != b for a, b in itertools.combinations(speeds, 2))
+    found = astuple(machine)
+    assert all(0 <= number < float("inf") for number in found)
+    # What is left of two timings beside one another may be nothing on a busy machine; what is timed itself is not.
+    timed = (machine.flops_per_s, machine.bytes_per_s, machine.layer_s, machine.hop_s)
+    assert all(number > 0 for number in timed)
+    assert all(a != b for a, b in itertools.combinations(timed, 2))
