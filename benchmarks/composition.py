@@ -178,35 +178,46 @@ def make_strategy(arm: Arm, recipe: Recipe) -> Strategy:
 
 
 def run(name: str, recipe: Recipe, data: ByteDataModule, seed: int) -> dict[str, Any]:
-    """Train one arm with one seed and evaluate every exit on val and test."""
+    """Train one arm of ``ARMS`` with one seed and return its row."""
     arm = ARMS[name.removesuffix(FLOPS)]
     own = recipe_of(name, recipe)
+    found = train(arm, own, data, seed)
+    flops = {"training_flops": flops_of(name, own)}
+    return {"arm": name, "title": arm.title, "seed": seed, "recipe": asdict(recipe), **flops, **found}
+
+
+def train(
+    arm: Arm, recipe: Recipe, data: ByteDataModule, seed: int, callbacks: Sequence[L.Callback] = ()
+) -> dict[str, Any]:
+    """Train one arm with one seed and evaluate every exit on val and test.
+
+    Args:
+        arm: The arm.
+        recipe: Of this arm: with its replicas and steps.
+        data: The corpus.
+        seed: Of weights and data order.
+        callbacks: Of the Trainer.
+    """
     L.seed_everything(seed, workers=True, verbose=False)
-    module = make_module(arm, own)
-    demo_arm = DemoArm(
-        name, arm.title, lambda: module, None if arm.strategy is None else lambda: make_strategy(arm, own)
-    )
+    module = make_module(arm, recipe)
+    make = None if arm.strategy is None else lambda: make_strategy(arm, recipe)
     began_s = time.perf_counter()
     with tempfile.TemporaryDirectory() as log:
-        trainer = fit_trainer(demo_arm, replace(own, val_batches=0), [], fresh_logger(Path(log), "log"))
+        demo_arm = DemoArm(arm.title, arm.title, lambda: module, make)
+        trainer = fit_trainer(demo_arm, replace(recipe, val_batches=0), callbacks, fresh_logger(Path(log), "log"))
         trainer.fit(module, datamodule=data)
     train_s = time.perf_counter() - began_s
     for stage in ("fit", "test"):
         data.setup(stage)
     splits = {"val": data.val_dataloader().dataset, "test": data.test_dataloader().dataset}
     return {
-        "arm": name,
-        "title": arm.title,
-        "seed": seed,
-        "recipe": asdict(recipe),
         "steps": trainer.global_step,
         "hyper_parameters": dict(module.hparams),
-        **token_counts(trainer.strategy, own),
-        "training_flops": flops_of(name, own),
+        **token_counts(trainer.strategy, recipe),
         "corpus_sha256": data.corpus_info.sha256,
         "threads": torch.get_num_threads(),
         "train_s": round(train_s, 1),
-        **{split: evaluate(module, dataset, own, seed) for split, dataset in splits.items()},
+        **{split: evaluate(module, dataset, recipe, seed) for split, dataset in splits.items()},
     }
 
 

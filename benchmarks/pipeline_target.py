@@ -30,8 +30,8 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.pipeline_corpora import Corpus, enwik8, tinystories
-from benchmarks.pipeline_statistics import pairs_needed, tost, upper_bound
 from benchmarks.pipeline_training import METHODS, Shape, train
+from benchmarks.study.statistics import pairs_needed, tost, upper_bound
 
 LR_SEED, PILOT_SEEDS, FIRST_SEED = 1, (11, 12, 13), 101
 """Seeds of the phases; no run of one phase serves another."""

@@ -17,8 +17,8 @@ from lightning_blocktrain import BoundedHorizonStrategy, ByteDataModule, ByteTra
 
 BITS = "bits_per_byte"
 
-METHODS: dict[str, dict[str, Any]] = {
-    "bp": {},
+METHODS: dict[str, dict[str, Any] | None] = {
+    "bp": None,
     "rgc": {},
     "rgc_final": {"consensus_weights": "final"},
     "rgc_private": {},
@@ -29,7 +29,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "rgc_then_bp": {"schedule": "local_then_bp"},
     "rgc_next_then_bp": {"credit": "next_stage", "schedule": "local_then_bp"},
 }
-"""Per method, its options beside those that all have; ``bp`` is Lightning's default strategy.
+"""Per method, its options beside those that all have; None: Lightning's default strategy.
 
 ``rgc_next_undelayed`` is a control that no pipeline can be: stages take turns and learn from what is newest.
 """
@@ -88,24 +88,32 @@ class Curve(L.Callback):
         self.points.append((trainer.global_step * self._step_tokens, bits))
 
 
-def strategy_of(method: str, shape: Shape) -> Any:
-    """Return the strategy of a method."""
-    if method == "bp":
+def strategy_of(options: dict[str, Any] | None, shape: Shape) -> Any:
+    """Return the strategy with a method's options."""
+    if options is None:
         return "auto"
-    options = dict(METHODS[method])
+    usual: dict[str, Any] = {"method": "rgc", "mode": "serial", "lag": "pipeline", "num_stages": shape.num_stages}
     if "schedule" in options:
-        options["switch_frac"] = shape.switch_frac
-    return BoundedHorizonStrategy(
-        "rgc", num_stages=shape.num_stages, mode="serial", threads_per_stage=1, **{"lag": "pipeline", **options}
-    )
+        usual["switch_frac"] = shape.switch_frac
+    return BoundedHorizonStrategy(threads_per_stage=1, **usual | options)
 
 
 def train(corpus: Corpus, method: str, seed: int, shape: Shape, with_test: bool) -> dict[str, Any]:
-    """Train once and return the row of the run.
+    """Train once with a method of ``METHODS`` and return the row of the run; see ``train_with``."""
+    exits = "norm" if "private" in method else "shared"
+    row = train_with(corpus, METHODS[method], exits, seed, shape, with_test)
+    return {**asdict(shape), "corpus": corpus.name, "method": method, "seed": seed, **row}
+
+
+def train_with(
+    corpus: Corpus, options: dict[str, Any] | None, exits: str, seed: int, shape: Shape, with_test: bool
+) -> dict[str, Any]:
+    """Train once and return what was found: the curve on valid, both scores, seconds of computing.
 
     Args:
         corpus: The text.
-        method: A key of ``METHODS``.
+        options: The method's, as in ``METHODS``.
+        exits: How stages read out; see ``ByteTransformer``.
         seed: Of the first weights and of the data order; methods of one seed share both.
         shape: The rest.
         with_test: Whether to score test too: the confirmation alone looks at it.
@@ -114,7 +122,7 @@ def train(corpus: Corpus, method: str, seed: int, shape: Shape, with_test: bool)
     warnings.filterwarnings("ignore")
     L.seed_everything(seed, verbose=False)
     module = ByteTransformer(
-        exits="norm" if "private" in method else "shared",
+        exits=exits,  # type: ignore[arg-type]
         num_layers=shape.num_layers,
         width=shape.width,
         num_heads=max(1, shape.width // 32),
@@ -125,7 +133,7 @@ def train(corpus: Corpus, method: str, seed: int, shape: Shape, with_test: bool)
     data = ByteDataModule(window_bytes=shape.window_bytes, batch_size=shape.batch_size, seed=seed, **corpus.options)  # type: ignore[arg-type]
     curve = Curve(shape.batch_size * shape.window_bytes)
     trainer = _trainer(
-        strategy=strategy_of(method, shape),
+        strategy=strategy_of(options, shape),
         max_steps=shape.num_steps,
         max_epochs=-1,
         gradient_clip_val=1.0,
@@ -143,17 +151,13 @@ def train(corpus: Corpus, method: str, seed: int, shape: Shape, with_test: bool)
     [valid] = scorer.validate(module, data, verbose=False)
     tokens = shape.num_steps * shape.batch_size * shape.window_bytes
     points = [point for point in curve.points if point[0] < tokens]
-    row = {
-        **asdict(shape),
-        "corpus": corpus.name,
-        "method": method,
-        "seed": seed,
+    return {
         "curve": [*points, (tokens, valid[f"val/{BITS}"])],
         "valid": valid[f"val/{BITS}"],
         "test": scorer.test(module, data, verbose=False)[0][f"test/{BITS}"] if with_test else None,
         "cpu_s": cpu_s,
+        "corpus_sha256": data.corpus_info.sha256,
     }
-    return row
 
 
 def _trainer(**options: Any) -> L.Trainer:

@@ -9,9 +9,9 @@ import torch
 
 from benchmarks import pipeline_target
 from benchmarks.pipeline_corpora import Corpus, enwik8, split_stories, split_text, tinystories
-from benchmarks.pipeline_statistics import pairs_needed, power, tost, upper_bound
 from benchmarks.pipeline_target import FIRST_SEED, PILOT_SEEDS, QUICK, Runs, Verdict, gap
 from benchmarks.pipeline_training import METHODS, Shape, strategy_of, train
+from benchmarks.study.statistics import pairs_needed, power, tost, upper_bound
 from lightning_blocktrain import BoundedHorizonStrategy, ByteTransformer
 
 
@@ -133,10 +133,10 @@ def test_private_norms_share_the_first_weights_of_the_plain_model() -> None:
 
 
 def test_strategies_emulate_the_lag_of_the_pipeline() -> None:
-    assert strategy_of("bp", SMALL) == "auto"
+    assert strategy_of(METHODS["bp"], SMALL) == "auto"
     for method in METHODS:
         if method != "bp":
-            strategy = strategy_of(method, SMALL)
+            strategy = strategy_of(METHODS[method], SMALL)
             assert isinstance(strategy, BoundedHorizonStrategy)
             lag = "newest" if "undelayed" in method else "pipeline"
             assert (strategy.settings.mode, strategy.settings.lag) == ("serial", lag)

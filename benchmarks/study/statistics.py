@@ -1,7 +1,8 @@
-"""Whether a method is as good as backpropagation, from pairs of runs: non-inferiority, equivalence, and pairs needed.
+"""What pairs of runs show of a method and its control: gaps with intervals, non-inferiority, equivalence, pairs needed.
 
-Pure functions. A gap is ``100 (method - bp) / bp`` of one pair, in per cent; a difference is ``method - bp``, in bits
-per token. "Not shown equivalent" and "shown different" are two findings, and a small sample may give neither.
+Pure functions. A gap is ``100 (method - control) / control`` of one pair, in per cent; a difference is ``method -
+control``, in the unit of the measure. "Not shown equivalent" and "shown different" are two findings, and a small sample
+may give neither.
 """
 
 import math
@@ -9,7 +10,8 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from scipy.stats import nct
+import numpy as np
+from scipy.stats import bootstrap, nct, norm
 from scipy.stats import t as student_t
 
 ALPHA = 0.05
@@ -45,6 +47,58 @@ def pairs_needed(sd: float, margin: float, wanted: float = 0.8, mean: float = 0.
     if sd == 0:
         return 2
     return next((n for n in range(2, most + 1) if power(n, sd, margin, mean) >= wanted), most + 1)
+
+
+def pairs_needed_normal(sd: float, margin: float, wanted: float = 0.8, mean: float = 0.0) -> int:
+    """Return what the normal approximation says of ``pairs_needed``: ``((z_.95 + z_wanted) sd / (margin - mean))^2``.
+
+    Raises:
+        ValueError: If the mean is no better than the margin: no number of pairs is enough.
+    """
+    if not mean < margin:
+        raise ValueError(f"mean must be below margin; got mean={mean}, margin={margin}; no number of pairs is enough")
+    return max(2, math.ceil(float((norm.ppf(1 - ALPHA) + norm.ppf(wanted)) * sd / (margin - mean)) ** 2))
+
+
+@dataclass(frozen=True)
+class Interval:
+    """A mean and its two-sided 95 % interval; the ends are nan for a single value.
+
+    Args:
+        mean: The mean.
+        low: Lower end.
+        high: Upper end.
+    """
+
+    mean: float
+    low: float
+    high: float
+
+
+def t_interval(values: Sequence[float]) -> Interval:
+    """Return the mean and its t-interval."""
+    mean = statistics.mean(values)
+    if len(values) < 2:
+        return Interval(mean, math.nan, math.nan)
+    half = float(student_t.ppf(0.975, len(values) - 1)) * statistics.stdev(values) / math.sqrt(len(values))
+    return Interval(mean, mean - half, mean + half)
+
+
+def bootstrap_interval(values: Sequence[float], seed: int = 0) -> Interval:
+    """Return the mean and its percentile bootstrap interval, which few values make too narrow."""
+    mean = statistics.mean(values)
+    if len(set(values)) < 2:
+        return Interval(mean, math.nan, math.nan) if len(values) < 2 else Interval(mean, mean, mean)
+    found = bootstrap(
+        (np.asarray(values),), np.mean, method="percentile", vectorized=True, rng=np.random.default_rng(seed)
+    ).confidence_interval
+    return Interval(mean, float(found.low), float(found.high))
+
+
+def ratio_interval(pairs: Sequence[tuple[float, float]]) -> Interval:
+    """Return the geometric mean of the ratios first / second, and its interval from their logarithms."""
+    logs = t_interval([math.log(first / second) for first, second in pairs])
+    return Interval(math.exp(logs.mean), math.exp(logs.low), math.exp(logs.high))
 
 
 @dataclass(frozen=True)

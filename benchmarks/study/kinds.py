@@ -1,0 +1,123 @@
+"""What a run of a study is: from its options and a corpus to its measures. One function a kind, in ``KINDS``.
+
+A run's result is ``{"measures": {name: number}, "curve": [[tokens, seconds, value]], "corpus_sha256": text}``, with
+whatever else the report shows of that kind. Nats per byte are ``ce``, bits ``bits``; of test, the whole model.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import lightning as L
+import torch
+
+from benchmarks.composition import Arm, train
+from benchmarks.composition_flops import training_flops
+from benchmarks.cpu_pipeline import Runner
+from benchmarks.cpu_pipeline import Shape as SpeedShape
+from benchmarks.pipeline_corpora import Corpus
+from benchmarks.pipeline_training import Shape, train_with
+from benchmarks.study.corpora import sha256_of
+from lightning_blocktrain import ByteDataModule, RoundMonitor
+from lightning_blocktrain.demo.recipe import Recipe
+from lightning_blocktrain.metrics import bits_per_token
+
+Result = dict[str, Any]
+
+
+def blocks(options: dict[str, Any], corpus: Corpus, seed: int) -> Result:
+    """Train the blocks of a model apart from one another, or a control end to end; see ``benchmarks.composition``.
+
+    Options: ``recipe`` (of ``Recipe``), ``model`` (``objective`` decides the class), ``strategy`` (of
+    ``BlockTrainStrategy``; none: end to end), ``is_shallow``.
+    """
+    recipe = Recipe(**options["recipe"])
+    arm = Arm("", options.get("model", {}), options.get("strategy"), options.get("is_shallow", False))
+    recipe = replace(recipe, replicas=(arm.strategy or {}).get("replicas", recipe.replicas))
+    data = ByteDataModule(window_bytes=recipe.window_bytes, batch_size=recipe.batch_size, **corpus.options)  # type: ignore[arg-type]
+    data.setup("fit")
+    rounds = RoundMonitor()
+    found = train(arm, recipe, data, seed, [] if arm.strategy is None else [rounds])
+    test = found["test"]
+    ce = float(test["exits"][-1])
+    measures = {"ce": ce, "bits": bits_per_token(ce, 1), "tokens_per_block": found["tokens_per_block"]}
+    measures |= {f"exit {idx}": value for idx, value in enumerate(test["exits"])}
+    measures |= {key: value for key, value in test.get("sweep", {}).items() if isinstance(value, float)}
+    if arm.strategy is not None:
+        totals = rounds.summary()
+        measures |= {key: float(totals[key]) for key in ("participation", "sent_bytes", "accepted_tokens")}
+    if arm.model.get("layer", "attention") == "attention":
+        name = "causal_block" if arm.is_shallow else arm.model.get("objective", "causal_full")
+        shared = arm.model.get("exits") == "shared"
+        measures["flops"] = float(training_flops(recipe, name, arm.model.get("lookahead", 0), shared))
+    measures["seconds"] = found["train_s"]
+    curve = [[recipe.tokens_per_block, found["train_s"], measures["bits"]]]
+    return {"measures": measures, "curve": curve, "corpus_sha256": found["corpus_sha256"], "exits": test["exits"]}
+
+
+def pipeline(options: dict[str, Any], corpus: Corpus, seed: int) -> Result:
+    """Train the stages of a deep model from local losses, or end to end; see ``benchmarks.pipeline_training``.
+
+    Options: ``shape`` (of ``Shape``), ``strategy`` (of ``BoundedHorizonStrategy``; none: end to end), ``exits``.
+    """
+    shape = Shape(**options["shape"])
+    found = train_with(corpus, options.get("strategy"), options.get("exits", "shared"), seed, shape, with_test=True)
+    seconds = found["cpu_s"]
+    curve = [[tokens, seconds * tokens / shape.tokens, bits] for tokens, bits in found["curve"]]
+    measures = {"bits": found["test"], "valid_bits": found["valid"], "seconds": seconds}
+    return {"measures": measures, "curve": curve, "corpus_sha256": found["corpus_sha256"]}
+
+
+def speed(options: dict[str, Any], corpus: Corpus, seed: int) -> Result:
+    """Time some steps of a deep model, then sample its memory; see ``benchmarks.cpu_pipeline``.
+
+    Options: ``shape`` (of ``benchmarks.cpu_pipeline.Shape``), ``strategy``, ``threads`` of the process, and
+    ``processes`` (that run side by side, summed: what the machine gives when nothing waits).
+    """
+    shape = SpeedShape(**options["shape"], corpus=corpus.options, seed=seed)
+    fields = {key: value for key, value in vars(shape).items() if key != "num_stages"}
+    strategy, number = options.get("strategy"), int(options.get("processes", 1))
+    if strategy is not None:
+        strategy = {"num_stages": shape.num_stages, **strategy}
+    arms = [
+        {"name": f"arm {idx}", "strategy": strategy, "threads": options["threads"], **fields} for idx in range(number)
+    ]
+    with Runner(options.get("wait_policy", "")) as runner:
+        records = runner.run(arms)
+    own = sum(record["cpu_frac"] for record in records)
+    measures = {
+        "tokens_per_s": sum(record["tokens_per_s"] for record in records),
+        "foreign_cpu_frac": max(0.0, max(record["busy_frac"] for record in records) - own),
+    }
+    if len(records) == 1:
+        measures["step_s"] = records[0]["step_s"]
+        if work_s := records[0]["work_s"]:
+            measures |= {"work_s": sum(work_s), "largest_work_s": max(work_s)}
+            measures["closure_error"] = records[0]["closure_error"]
+    memory = [record["peak_pss_mib"] for record in records if record["peak_pss_mib"] is not None]
+    if memory:
+        measures["peak_pss_mib"] = sum(memory)
+    return {"measures": measures, "curve": [], "corpus_sha256": sha256_of(corpus)}
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of run.
+
+    Args:
+        work: From options, corpus and seed to the result.
+        is_timed: Whether nothing else may run beside it.
+    """
+
+    work: Callable[[dict[str, Any], Corpus, int], Result]
+    is_timed: bool = False
+
+
+KINDS = {"blocks": Kind(blocks), "pipeline": Kind(pipeline), "speed": Kind(speed, is_timed=True)}
+
+
+def run(kind: str, options: dict[str, Any], corpus: Corpus, seed: int) -> Result:
+    """Do one run on one thread, seeded."""
+    torch.set_num_threads(1)
+    L.seed_everything(seed, verbose=False)
+    return KINDS[kind].work(options, corpus, seed)

@@ -1,0 +1,227 @@
+"""The report of a study, from its protocol and rows alone: what is said, in order, before it is rendered.
+
+Owns the sentences and tables; ``render`` turns them into Markdown and HTML, ``figures`` draws.
+"""
+
+import json
+import math
+import statistics
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from benchmarks.study.figures import FIGURES
+from benchmarks.study.judge import Comparison, Row, by_seed, compare, summary, verdicts
+from benchmarks.study.protocol import Part, Protocol
+from benchmarks.study.statistics import Interval, t_interval
+
+
+@dataclass(frozen=True)
+class Heading:
+    """A heading of level 1 to 3."""
+
+    level: int
+    text: str
+
+
+@dataclass(frozen=True)
+class Text:
+    """A paragraph; ``is_strong`` for what must not be overlooked."""
+
+    text: str
+    is_strong: bool = False
+
+
+@dataclass(frozen=True)
+class Items:
+    """A list of sentences."""
+
+    items: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Table:
+    """Cells by row; the first column is text, the others are numbers."""
+
+    columns: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+
+
+@dataclass(frozen=True)
+class Picture:
+    """A figure: the name of its file without suffix, and the SVG."""
+
+    name: str
+    caption: str
+    svg: bytes
+
+
+@dataclass(frozen=True)
+class Folded:
+    """Text as it is, folded away behind a title."""
+
+    title: str
+    text: str
+
+
+Block = Heading | Text | Items | Table | Picture | Folded
+
+
+def report(protocol: Protocol, rows: Sequence[Row], command: str) -> list[Block]:
+    """Return the report.
+
+    Args:
+        protocol: Of the study.
+        rows: Its finished runs, those of other protocols left out by their keys.
+        command: What repeats it.
+    """
+    found = list(verdicts(rows, protocol))
+    blocks: list[Block] = [
+        Heading(1, f"{protocol.title} ({protocol.size})"),
+        Text(summary(found), is_strong=True),
+    ]
+    missing = [run for run in protocol.runs() if run.key not in {row["key"] for row in rows}]
+    if missing:
+        blocks.append(Text(f"{len(missing)} of {len(protocol.runs())} runs are missing.", is_strong=True))
+    order = {"not met": 0, "not shown": 1, "not run": 2, "met": 3}
+    ordered = sorted(found, key=lambda one: order[one[1].found])
+    if ordered:
+        blocks.append(Items(tuple(f"{part.title}: {verdict.text}" for part, verdict in ordered)))
+    blocks += [Text(protocol.question), Text(f"Published figures: {protocol.source}")]
+    for part in protocol.parts:
+        blocks += _part(part, rows)
+    blocks += [Heading(2, "Limits"), Items(protocol.limits)] if protocol.limits else []
+    blocks += [Heading(2, "How it was made"), *_making(protocol, rows, command)]
+    return blocks
+
+
+def _part(part: Part, rows: Sequence[Row]) -> Iterator[Block]:
+    yield Heading(2, part.title)
+    if part.note:
+        yield Text(part.note)
+    seeds = f"{len(part.seeds)} seed{'s' * (len(part.seeds) != 1)}"
+    exploratory = "" if len(part.seeds) > 1 else "; exploratory: a single seed shows no spread"
+    yield Text(f"Measure: {part.metric}; control: {part.control}; {seeds}, paired{exploratory}.")
+    for corpus in part.corpora:
+        if len(part.corpora) > 1:
+            yield Heading(3, corpus)
+        yield arm_table(part, rows, corpus)
+        if contrasts := contrast_table(part, rows, corpus):
+            yield contrasts
+    for name in part.show:
+        caption, draw = FIGURES[name]
+        if svg := draw(rows, part):
+            yield Picture(f"{part.name}_{name}", f"{part.title}: {caption.lower()}", svg)
+
+
+def arm_table(part: Part, rows: Sequence[Row], corpus: str) -> Table:
+    """Return every arm of a part on a corpus: its measure, and its gap to the control."""
+    extra = [name for name in MEASURES if name != part.metric and _has(part, rows, corpus, name)]
+    published = bool(part.published)
+    columns = ["arm", "seeds", part.metric, f"minus {part.control}", "%, 95 % t", "%, bootstrap"]
+    body = []
+    for arm in part.arms:
+        values = by_seed(rows, part, arm, corpus)
+        own = compare(rows, part, (arm, part.control), corpus) if arm != part.control else None
+        cells = [arm, f"{len(values)}", _mean(list(values.values())), *_gap_cells(own)]
+        for name in extra:
+            cells.append(MEASURES[name][1](list(by_seed(rows, part, arm, corpus, name).values())))
+        body.append((*cells, *([part.published.get(arm, "-")] if published else [])))
+    titles = [MEASURES[name][0] for name in extra]
+    return Table((*columns, *titles, *(["published"] if published else [])), tuple(body))
+
+
+def contrast_table(part: Part, rows: Sequence[Row], corpus: str) -> Table | None:
+    """Return the pairs beside the control that the protocol names; None if there are none."""
+    body = []
+    for pair in part.contrasts:
+        found = compare(rows, part, pair, corpus)
+        cells = _gap_cells(found)
+        body.append((f"{pair[0]} - {pair[1]}", f"{len(found.values) if found else 0}", *cells, _ratio_cell(found)))
+    columns = ("contrast", "pairs", "difference", "%, 95 % t", "%, bootstrap", "ratio")
+    return Table(columns, tuple(body)) if body else None
+
+
+def _gap_cells(found: Comparison | None) -> list[str]:
+    if found is None:
+        return ["-", "-", "-"]
+    return [
+        interval_text(found.difference, "+.4g"),
+        interval_text(found.gap, "+.2f"),
+        interval_text(found.gap_bootstrap, "+.2f"),
+    ]
+
+
+def _ratio_cell(found: Comparison | None) -> str:
+    return "-" if found is None else interval_text(found.ratio, ".3f")
+
+
+def interval_text(interval: Interval, form: str) -> str:
+    """Return a mean with its interval, where there is one."""
+    mean = format(interval.mean, form)
+    return mean if math.isnan(interval.low) else f"{mean} ({interval.low:{form}} to {interval.high:{form}})"
+
+
+def _mean(values: Sequence[float]) -> str:
+    if not values:
+        return "-"
+    found = t_interval(values)
+    if math.isnan(found.low):
+        return f"{found.mean:.4g}"
+    return f"{found.mean:.4g} +- {found.high - found.mean:.2g}"
+
+
+def _plain(form: str, factor: float = 1.0) -> Any:
+    return lambda values: format(statistics.mean(values) * factor, form) if values else "-"
+
+
+MEASURES: dict[str, tuple[str, Any]] = {
+    "bits": ("bits per token", _plain(".4f")),
+    "prior_ce_k": ("block 0 alone", _plain(".3f")),
+    "sweep_ce_k1": ("sweep, K=1", _plain(".3f")),
+    "sweep_ce_k": ("sweep, K=16", _plain(".3f")),
+    "composition_gain": ("composition gain", _plain("+.3f")),
+    "leak_accuracy": ("leak", _plain(".3f")),
+    "participation": ("in time", _plain(".0%")),
+    "accepted_tokens": ("tokens merged", _plain(",.0f")),
+    "sent_bytes": ("MB sent", _plain(",.2f", 1e-6)),
+    "flops": ("TFLOPs of training", _plain(",.2f", 1e-12)),
+    "peak_pss_mib": ("peak PSS, MiB", _plain(",.0f")),
+    "foreign_cpu_frac": ("used by others", _plain(".1%")),
+    "seconds": ("seconds", _plain(",.0f")),
+}
+"""Measures that a table shows beside the metric where a part's runs have them: title, and how they are written."""
+
+
+def _has(part: Part, rows: Sequence[Row], corpus: str, name: str) -> bool:
+    return any(by_seed(rows, part, arm, corpus, name) for arm in part.arms)
+
+
+def _making(protocol: Protocol, rows: Sequence[Row], command: str) -> Iterator[Block]:
+    machines = sorted({json.dumps(row["machine"], sort_keys=True) for row in rows if "machine" in row})
+    hashes = sorted({(row["corpus"], row["corpus_sha256"][:12]) for row in rows})
+    yield Items(
+        (
+            f"Command: {command}",
+            f"Protocol {protocol.digest}, fixed before the first run; every row carries it.",
+            f"Machine: {'; '.join(machines) or 'none yet'}",
+            f"Corpora (SHA-256): {', '.join(' '.join(pair) for pair in hashes) or 'none yet'}",
+            "Gaps are 100 (arm - control) / control per pair of one seed, which shares first weights and data order.",
+            "Intervals are two-sided 95 % t-intervals over pairs; those of the bootstrap are too narrow for few pairs.",
+        )
+    )
+    yield Folded("The protocol", json.dumps(_plain_protocol(protocol), indent=1))
+
+
+def _plain_protocol(protocol: Protocol) -> dict[str, Any]:
+    return {
+        part.name: {
+            "kind": part.kind,
+            "arms": part.arms,
+            "options": part.options,
+            "corpora": part.corpora,
+            "seeds": part.seeds,
+            "criteria": [vars(criterion) for criterion in part.criteria],
+        }
+        for part in protocol.parts
+    }
