@@ -50,7 +50,7 @@ from benchmarks.serving_fleet import Hosts, hosts_of
 from benchmarks.serving_models import FULL, QUICK, add_corpus, corpus_of, models_of
 from benchmarks.serving_quality import Quality, judge, vocabulary_of
 from lightning_blocktrain import ByteDataModule, DiffusionBlocks
-from lightning_blocktrain.models.block_files import INTERFACE, entries_of
+from lightning_blocktrain.models.block_files import entries_of
 from lightning_blocktrain.models.generation import (
     Decision,
     Decoder,
@@ -60,6 +60,7 @@ from lightning_blocktrain.models.generation import (
     checked_continuation,
 )
 from lightning_blocktrain.models.loading import Model
+from lightning_blocktrain.rounds import INTERFACE
 from lightning_blocktrain.serving.client import SweepClient
 from lightning_blocktrain.serving.machine import measured_machine
 from lightning_blocktrain.serving.plan import Network, ServedShape, plan

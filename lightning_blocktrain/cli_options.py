@@ -57,7 +57,7 @@ def above_0(text: str) -> float:
     return value
 
 
-def temperature(text: str) -> float:
+def from_0(text: str) -> float:
     """Return a finite number of at least 0."""
     value = number(text)
     if not 0 <= value < math.inf:

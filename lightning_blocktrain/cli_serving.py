@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from lightning_blocktrain.cli_options import above_0, at_least_0, at_least_1, block_numbers, command, temperature
+from lightning_blocktrain.cli_options import above_0, at_least_0, at_least_1, block_numbers, command, from_0
 from lightning_blocktrain.cli_runs import parse_listen, plain_warnings
 from lightning_blocktrain.errors import explain
 from lightning_blocktrain.transport.address import TOKEN, check_sendable
@@ -55,7 +55,7 @@ def _add_generate(commands: Any) -> None:
     generate.add_argument(
         "--num-draws", type=at_least_1, default=1, help="draws of the noise to average, DiffusionBlocks (default: 1)"
     )
-    generate.add_argument("--temperature", type=temperature, default=1.0, help="0 is greedy (default: 1)")
+    generate.add_argument("--temperature", type=from_0, default=1.0, help="0 is greedy (default: 1)")
     generate.add_argument("--seed", type=at_least_0, default=0, help="the same seed gives the same bytes (default: 0)")
     generate.add_argument(
         "--wire", choices=["fp32", "bf16"], help="how states travel between hosts (default: fp32; with --route)"
@@ -167,7 +167,7 @@ def _add_plan(commands: Any) -> None:
     plan.add_argument("--sessions", type=at_least_1, default=1, help="texts at once, for the memory (default: 1)")
     plan.add_argument("--dtype", choices=["fp32", "bf16", "fp16"], default="fp32", help="of weights (default: fp32)")
     plan.add_argument("--wire", choices=["fp32", "bf16"], default="fp32", help="of states (default: fp32)")
-    plan.add_argument("--rtt-ms", type=temperature, default=0.0, help="round trip of every link, ms (default: 0)")
+    plan.add_argument("--rtt-ms", type=from_0, default=0.0, help="round trip of every link, ms (default: 0)")
     plan.add_argument("--mbit-s", type=above_0, help="bandwidth of every link, Mbit/s (default: no limit)")
     plan.add_argument("--tflops", type=above_0, help="TFLOP/s of a host, instead of this machine's")
     plan.add_argument(

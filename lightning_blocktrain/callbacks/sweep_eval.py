@@ -26,8 +26,8 @@ from lightning_blocktrain.edm import sample_sigma
 from lightning_blocktrain.errors import explain
 from lightning_blocktrain.metrics import bits_per_token
 from lightning_blocktrain.models.base import Batch
-from lightning_blocktrain.models.block_model import UNKNOWN
 from lightning_blocktrain.models.diffusion_blocks import P_MEAN, P_STD, DiffusionBlocks, Intervention
+from lightning_blocktrain.models.transformer import UNKNOWN
 
 START, LOCAL, FRESH, SCRAMBLE, LEAK = range(5)
 """Purposes of random numbers; each is a stream of its own."""

@@ -26,10 +26,10 @@ from torch import Tensor
 from lightning_blocktrain.errors import CheckpointMismatchError, explain
 from lightning_blocktrain.models.loading import CLASSES, Model, arguments_of, read_checkpoint
 from lightning_blocktrain.partition import as_layout, partition
+from lightning_blocktrain.rounds import INTERFACE, block_entry
 
 FORMAT = 1
 MANIFEST = "manifest.json"
-INTERFACE = "interface"
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 MAP_ALIGNMENT = 64
 """Kernels sum in another order where tensors are not aligned: data begin at a multiple of it in a file."""
@@ -63,17 +63,12 @@ class Manifest:
         return hashlib.sha256(json.dumps(meaning).encode()).hexdigest()[:16]
 
 
-def entry_of(block_idx: int) -> str:
-    """Return the name of a block's file, without its suffix."""
-    return f"block{block_idx}"
-
-
 def write_blocks(model: Model, folder: Path, dtype: str | None = None) -> Manifest:
     """Write a model as one file per block.
 
     Args:
         model: The model.
-        folder: Made if it is not there; files in it that are to be written must not be.
+        folder: Made if it is not there; must hold no manifest. Files of blocks in it are replaced.
         dtype: A key of ``DTYPES``; None: as the weights are.
 
     Raises:
@@ -125,14 +120,10 @@ def load_blocks(path: Path, blocks: Sequence[int] | None, dtype: str = "fp32") -
     with torch.device("meta"):
         model = CLASSES[manifest.model_class](**manifest.arguments)
     tensors: dict[str, Tensor] = {}
-    for name in (INTERFACE, *map(entry_of, blocks)):
-        found = stored(name)
-        if digest(found) != manifest.digests[name]:
-            rule = f"the tensors of {name} must be those that were exported"
-            raise CheckpointMismatchError(explain(rule, f"others in {path}", "export the checkpoint again"))
-        tensors |= cast(found, DTYPES[dtype])
+    for name in (INTERFACE, *map(block_entry, blocks)):
+        tensors |= cast(stored(name), DTYPES[dtype])
     names = entry_names(model)
-    wanted = {name for entry in (INTERFACE, *map(entry_of, blocks)) for name in names[entry]}
+    wanted = {name for entry in (INTERFACE, *map(block_entry, blocks)) for name in names[entry]}
     misfit = sorted(wanted ^ tensors.keys())
     misfit += [n for n, p in model.named_parameters() if n in tensors and p.shape != tensors[n].shape]
     if misfit:
@@ -146,7 +137,7 @@ def load_blocks(path: Path, blocks: Sequence[int] | None, dtype: str = "fp32") -
 def entry_names(model: Model) -> dict[str, tuple[str, ...]]:
     """Return the names of a model's tensors by entry."""
     cut = partition(model, as_layout(model.configure_blocks()))
-    return {entry_of(idx): own for idx, own in enumerate(cut.block_names)} | {INTERFACE: cut.interface_names}
+    return {block_entry(idx): own for idx, own in enumerate(cut.block_names)} | {INTERFACE: cut.interface_names}
 
 
 def entries_of(model: Model) -> dict[str, dict[str, Tensor]]:
@@ -203,7 +194,7 @@ def _open(path: Path) -> tuple[Manifest, Any]:
         raise CheckpointMismatchError(explain(rule, f"{path}, which is not there", "correct the path"))
     if path.is_dir():
         manifest = read_manifest(path)
-        return manifest, lambda name: _mapped(path / f"{name}.safetensors")
+        return manifest, lambda name: _mapped(path / f"{name}.safetensors", manifest.digests[name])
     checkpoint = read_checkpoint(path, mapped=True)
     kind, arguments = arguments_of(checkpoint, path)
     with torch.device("meta"):
@@ -238,15 +229,23 @@ def read_manifest(folder: Path) -> Manifest:
     return manifest
 
 
-def _mapped(path: Path) -> dict[str, Tensor]:
+def _mapped(path: Path, wanted: str) -> dict[str, Tensor]:
     """Return the tensors of a file, mapped from it.
 
+    Args:
+        path: The file.
+        wanted: Their digest.
+
     Raises:
-        CheckpointMismatchError: If it is missing or damaged.
+        CheckpointMismatchError: If it is missing, damaged, or holds others.
     """
     try:
         with safe_open(path, framework="pt") as file:
-            return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            found = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     except (OSError, SafetensorError) as exc:
         rule = "an exported block must be a whole safetensors file"
         raise CheckpointMismatchError(explain(rule, f"{path} ({exc})", "export the checkpoint again")) from exc
+    if digest(found) != wanted:
+        rule = f"the tensors of {path.stem} must be those that were exported"
+        raise CheckpointMismatchError(explain(rule, f"others in {path}", "export the checkpoint again"))
+    return found

@@ -22,16 +22,11 @@ from lightning_blocktrain.models.generation import (
     LocalWalker,
     Sampling,
     StepCaches,
-    checked_exit,
     continuation,
-    refuse_chunks,
-    refuse_generation,
 )
-from lightning_blocktrain.models.transformer import VOCABULARY, KeyValueCache, Layer, LayerKind
+from lightning_blocktrain.models.generation_arguments import checked_exit, refuse_chunks, refuse_generation
+from lightning_blocktrain.models.transformer import UNKNOWN, KeyValueCache, Layer, LayerKind
 from lightning_blocktrain.partition import block_slices
-
-UNKNOWN = VOCABULARY
-"""The input row that stands for a byte that is not decided yet."""
 
 State = tuple[Tensor, ...]
 """What is handed from block to block; the first tensor is what the next one's layers read, (B, T, D)."""

@@ -7,21 +7,16 @@ Every position of a text has noise of its own, and every byte Gumbel noise of it
 position alone. So whoever repeats a traversal, on whatever machine, repeats its random numbers.
 """
 
-import sys
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
-from hashlib import blake2b
 from itertools import takewhile
-from typing import Literal, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from lightning_blocktrain.errors import explain
-from lightning_blocktrain.models.transformer import VOCABULARY, JointCache, KeyValueCache
-
-MAX_DRAWS = 64
-"""Most walks whose probabilities are averaged."""
+from lightning_blocktrain.models.sampling import gumbel_at, position_generator, sample_bytes
+from lightning_blocktrain.models.transformer import UNKNOWN, JointCache, KeyValueCache
 
 Caches = Sequence[KeyValueCache | None]
 """One per layer; None for a layer that looks at no other position."""
@@ -51,7 +46,7 @@ class Walk:
 
     Args:
         start: Positions of the window whose keys and values are kept; those of later ones are forgotten.
-        inputs: The bytes from there on, ``VOCABULARY`` where not decided.
+        inputs: The bytes from there on, ``UNKNOWN`` where not decided.
         position: Where the first of ``inputs`` stands in the text.
         num_read: How many of them, the last ones, decide the byte after them; 0: keys and values only.
         sampling: How they are drawn.
@@ -122,7 +117,8 @@ class LocalWalker:
         """Return what the model decides."""
         rewind(self._caches, walk.start)
         inputs, noise = walk_inputs(self._model, walk), walk_noise(self._model, walk)
-        return decide(self._model.exit_logits(inputs, self._num_blocks, noise, self._caches, walk.num_read), walk)
+        logits = self._model.exit_logits(inputs, self._num_blocks, noise, self._caches, walk.num_read)
+        return read_decision(logits, walk)
 
 
 def rewind(caches: Caches, length: int) -> None:
@@ -146,7 +142,7 @@ def walk_noise(model: WalksBlocks, walk: Walk) -> Tensor | None:
     return torch.cat(given, dim=1) if given else None
 
 
-def decide(logits: Tensor, walk: Walk) -> Decision:
+def read_decision(logits: Tensor, walk: Walk) -> Decision:
     """Return the bytes that the last positions of a walk decide.
 
     Args:
@@ -189,7 +185,7 @@ class Decoder:
             sweeps: Each one after the first reads the bytes of the one before.
         """
         fresh = self._fresh(text, num_new)
-        found = self._traverse([*fresh, *[VOCABULARY] * (num_new - 1)], num_new)
+        found = self._traverse([*fresh, *[UNKNOWN] * (num_new - 1)], num_new)
         self._num_cached += len(fresh)
         for _ in range(min(sweeps, num_new) - 1):  # after num_new sweeps every byte follows from decided ones
             later = self._traverse(found.decided[:-1], num_new - 1)
@@ -291,109 +287,3 @@ def checked_continuation(
         decision = decoder.check(text, guesses)
         text += decision.decided
         yield decision
-
-
-def refuse_generation(prompt: bytes, num_bytes: int, temperature: float, seed: int = 0) -> None:
-    """Refuse what no model can generate from.
-
-    Raises:
-        ValueError: If ``prompt`` is not bytes, or a number is none, negative or too large.
-    """
-    if not isinstance(prompt, bytes):
-        got = f"prompt={type(prompt).__name__}"
-        raise ValueError(explain("prompt must be bytes", got, "encode text with .encode()"))
-    if not _is_count(num_bytes, 0):
-        raise ValueError(explain("num_bytes must be a whole number from 0 on", f"num_bytes={num_bytes!r}", "use 200"))
-    is_number = isinstance(temperature, int | float) and type(temperature) is not bool
-    if not is_number or not 0 <= temperature <= sys.float_info.max:
-        got = f"temperature={temperature!r:.40}"
-        raise ValueError(explain("temperature must be a finite number from 0 on", got, "use 1, or 0 for greedy"))
-    if not _is_count(seed, 0, 2**63 - 1):
-        raise ValueError(explain("seed must be a whole number in 0 .. 2**63 - 1", f"seed={seed!r:.40}", "use 0"))
-
-
-def _is_count(value: object, least: int, most: int = 2**63) -> bool:
-    return type(value) is int and least <= value <= most
-
-
-class Generates(Protocol):
-    """What says how a model can generate."""
-
-    @property
-    def window_bytes(self) -> int:
-        """Longest window."""
-        ...
-
-    @property
-    def p_span(self) -> float:
-        """Above 0: it was trained on unknown bytes."""
-        ...
-
-    @property
-    def has_noise(self) -> bool:
-        """Whether its walks start from noise."""
-        ...
-
-
-def refuse_chunks(model: Generates, chunk_bytes: int, sweeps: int, num_draws: int) -> None:
-    """Refuse a way to decide chunks that a model does not offer.
-
-    Raises:
-        ValueError: Naming what does not fit.
-    """
-    if not _is_count(chunk_bytes, 1, model.window_bytes):
-        got = f"chunk_bytes={chunk_bytes!r}, window_bytes={model.window_bytes}"
-        raise ValueError(explain("chunk_bytes must be in 1 .. window_bytes", got, "1 is autoregressive"))
-    if not _is_count(sweeps, 1):
-        raise ValueError(explain("sweeps must be a whole number from 1 on", f"sweeps={sweeps!r}", "use 1"))
-    if not _is_count(num_draws, 1, MAX_DRAWS):
-        raise ValueError(explain(f"num_draws must be in 1 .. {MAX_DRAWS}", f"num_draws={num_draws!r}", "use 1"))
-    if num_draws > 1 and not model.has_noise:
-        rule = "num_draws above 1 needs a model with noise"
-        raise ValueError(explain(rule, f"a model without, num_draws={num_draws}", "leave num_draws out"))
-    if chunk_bytes > 1 and not model.p_span:
-        rule = "chunk_bytes above 1 needs a model that was trained on unknown bytes"
-        raise ValueError(explain(rule, f"chunk_bytes={chunk_bytes}, p_span=0", "train with p_span=0.5"))
-
-
-def checked_exit(num_blocks: int | None, of_blocks: int) -> int:
-    """Return the number of blocks before an exit; None is that after all ``of_blocks`` of them.
-
-    Raises:
-        ValueError: If there is no such exit.
-    """
-    if num_blocks is not None and not 1 <= num_blocks <= of_blocks:
-        rule = f"num_blocks before an exit (--exit) must be in 1 .. {of_blocks}"
-        raise ValueError(explain(rule, f"num_blocks={num_blocks}", "leave it out for all blocks"))
-    return of_blocks if num_blocks is None else num_blocks
-
-
-def sample_bytes(logits: Tensor, temperature: float, gumbel: Tensor) -> Tensor:
-    """Pick one byte per row: greedy at temperature 0, else an exact sample by the Gumbel maximum.
-
-    Args:
-        logits: (..., V).
-        temperature: What the logits are divided by, >= 0; the noise is multiplied instead, so that none overflows.
-        gumbel: Standard Gumbel noise (..., V); the same noise always picks the same byte.
-
-    Returns:
-        Byte values, int64, (...).
-    """
-    return (logits + temperature * gumbel).argmax(-1)
-
-
-def position_generator(seed: int, position: int, purpose: Literal["noise", "gumbel"]) -> torch.Generator:
-    """Return the generator of a position's random numbers, on the CPU."""
-    digest = blake2b(f"{seed}/{purpose}/{position}".encode(), digest_size=8).digest()
-    return torch.Generator().manual_seed(int.from_bytes(digest, "little", signed=True))
-
-
-def gumbel_at(seed: int, first: int, length: int) -> Tensor:
-    """Return the Gumbel noise of the bytes at positions ``first`` .. ``first + length - 1`` of a text, (length, V)."""
-    generators = (position_generator(seed, first + idx, "gumbel") for idx in range(length))
-    return torch.stack([gumbel_noise((VOCABULARY,), generator) for generator in generators])
-
-
-def gumbel_noise(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
-    """Return standard Gumbel noise drawn from ``generator`` on the CPU."""
-    return -torch.empty(shape).exponential_(generator=generator).clamp_min(1e-20).log()

@@ -17,6 +17,8 @@ from torch.nn.attention.bias import causal_lower_right
 from lightning_blocktrain.errors import explain
 
 VOCABULARY = 256
+UNKNOWN = VOCABULARY
+"""The input row that stands for a byte that is not decided yet."""
 ROTARY_BASE = 10_000.0
 INIT_GAIN = 0.4
 """Size of a linear map's output for inputs of size 1, before training."""

@@ -4,7 +4,7 @@ Owns what a host computes. A session's keys and values live here from its first 
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -13,17 +13,17 @@ from lightning_blocktrain.errors import RequestRefusedError
 from lightning_blocktrain.models.block_files import DTYPES, Manifest
 from lightning_blocktrain.models.block_model import State, newest
 from lightning_blocktrain.models.generation import (
-    MAX_DRAWS,
     Caches,
     Decision,
     StepCaches,
-    decide,
+    read_decision,
     rewind,
     walk_inputs,
     walk_noise,
 )
+from lightning_blocktrain.models.generation_arguments import MAX_DRAWS
 from lightning_blocktrain.models.loading import Model
-from lightning_blocktrain.models.transformer import VOCABULARY, JointCache
+from lightning_blocktrain.models.transformer import UNKNOWN, VOCABULARY, JointCache
 from lightning_blocktrain.serving.errand import Errand
 
 Outcome = Errand | Decision
@@ -45,6 +45,15 @@ class _Session:
 
 
 @dataclass(frozen=True)
+class _Begun:
+    """A walk that makes sense here: its session, rewound, and the state before its next block."""
+
+    errand: Errand
+    session: _Session
+    state: State
+
+
+@dataclass(frozen=True)
 class Facts:
     """What a host tells about itself.
 
@@ -56,7 +65,6 @@ class Facts:
         window_bytes: Longest window.
         p_span: Above 0: the model knows unknown bytes.
         has_noise: Whether walks start from noise.
-        model_class: Of the model.
     """
 
     version: str
@@ -66,7 +74,6 @@ class Facts:
     window_bytes: int
     p_span: float
     has_noise: bool
-    model_class: str = field(default="", compare=False)
 
 
 def alike(one: Errand, other: Errand) -> bool:
@@ -116,7 +123,6 @@ class BlockHost:
             model.window_bytes,
             float(model.p_span),
             model.has_noise,
-            manifest.model_class,
         )
 
     @property
@@ -128,53 +134,45 @@ class BlockHost:
     @property
     def num_sessions(self) -> int:
         """Sessions whose keys and values are held."""
-        return len(self._sessions)
-
-    def run(self, errand: Errand) -> Outcome:
-        """Run a walk through those of its next blocks that are here; return it as it goes on, or what it decides.
-
-        Raises:
-            RequestRefusedError: If it makes no sense here.
-            SessionLostError: If it goes on from what is not here.
-        """
-        [outcome] = self.run_together([errand])
-        if isinstance(outcome, RequestRefusedError):
-            raise outcome
-        return outcome
+        return len({key[:2] for key in self._sessions})
 
     @torch.inference_mode()
     def run_together(self, errands: Sequence[Errand]) -> list[Outcome | RequestRefusedError]:
-        """Run walks of different sessions at once; return for each what ``run`` returns or raises.
+        """Run walks of different sessions at once through those of their next blocks that are here.
 
         Args:
             errands: Several only where all are ``alike``. The last bits of what is computed may then depend on who else
                 is there, since kernels sum in another order over more positions.
-        """
-        begun: list[tuple[Errand, _Session, State]] = []
-        outcomes: dict[int, Outcome | RequestRefusedError] = {}
-        for errand in errands:
-            try:
-                begun.append((errand, *self._begin(errand)))
-            except RequestRefusedError as exc:
-                outcomes[id(errand)] = exc
-        if begun:
-            try:
-                states, next_block = self._through_blocks(begun)
-            except (LookupError, RuntimeError) as exc:
-                if len(begun) > 1:  # one of them does not fit
-                    return [self.run_together([errand])[0] for errand in errands]
-                [(errand, _, _)] = begun
-                self.forget(*errand.key)
-                states, next_block = [], 0
-                reason = f"The state before block {errand.next_block} does not fit: {exc}"
-                outcomes[id(errand)] = RequestRefusedError(reason)
-            for (errand, session, _), state in zip(begun, states, strict=False):
-                session.length = errand.walk.start + len(errand.walk.inputs)
-                outcomes[id(errand)] = self._outcome(errand, next_block, state)
-        return [outcomes[id(errand)] for errand in errands]
 
-    def _begin(self, errand: Errand) -> tuple[_Session, State]:
-        """Return a walk's session, rewound to where it starts, and the state before its next block.
+        Returns:
+            For each the errand as it goes on, what it decides, or why it makes no sense here: ``SessionLostError`` if
+            it goes on from what is not here.
+        """
+        begun: list[_Begun] = []
+        refused: dict[int, RequestRefusedError] = {}
+        for idx, errand in enumerate(errands):
+            try:
+                begun.append(self._begin(errand))
+            except RequestRefusedError as exc:
+                refused[idx] = exc
+        outcomes = iter(self._run_begun(begun) if begun else [])
+        return [refused[idx] if idx in refused else next(outcomes) for idx in range(len(errands))]
+
+    def _run_begun(self, begun: Sequence[_Begun]) -> list[Outcome | RequestRefusedError]:
+        try:
+            states, next_block = self._through_blocks(begun)
+        except (LookupError, RuntimeError, ValueError) as exc:
+            if len(begun) > 1:  # one of them does not fit
+                return [outcome for one in begun for outcome in self._run_begun([one])]
+            errand = begun[0].errand
+            self.forget(*errand.key)
+            return [RequestRefusedError(f"The state before block {errand.next_block} does not fit: {exc}")]
+        for one in begun:
+            one.session.length = one.errand.walk.start + len(one.errand.walk.inputs)
+        return [self._outcome(one.errand, next_block, state) for one, state in zip(begun, states, strict=True)]
+
+    def _begin(self, errand: Errand) -> _Begun:
+        """Return a walk with its session, rewound to where it starts, and the state before its next block.
 
         Raises:
             RequestRefusedError: If it makes no sense here.
@@ -185,36 +183,41 @@ class BlockHost:
         session.length = errand.walk.start
         inputs = walk_inputs(self._model, errand.walk)
         try:
-            return session, self._resumed(errand, inputs) if errand.next_block else self._start(errand, inputs)
+            state = self._resumed(errand, inputs) if errand.next_block else self._start(errand, inputs)
+            return _Begun(errand, session, state)
         except LookupError as exc:
             self.forget(*errand.key)
             raise RequestRefusedError(
                 f"The state before block {errand.next_block} does not fit: it lacks {exc}"
             ) from exc
 
-    def _through_blocks(self, begun: Sequence[tuple[Errand, _Session, State]]) -> tuple[list[State], int]:
+    def _through_blocks(self, begun: Sequence[_Begun]) -> tuple[list[State], int]:
         """Return the states of walks after the blocks that are here, and the block that is next."""
-        errand, session, state = begun[0]
-        caches: StepCaches = session.caches
-        lengths = [len(errand.walk.inputs) for errand, _, _ in begun]
+        state, lengths = begun[0].state, [len(one.errand.walk.inputs) for one in begun]
+        caches: StepCaches = begun[0].session.caches
         if len(begun) > 1:
-            state = joined([state for _, _, state in begun])
+            state = joined([one.state for one in begun])
             caches = [
                 JointCache([cache for cache in kept if cache is not None], lengths) if kept[0] is not None else None
-                for kept in zip(*(session.caches for _, session, _ in begun), strict=True)
+                for kept in zip(*(one.session.caches for one in begun), strict=True)
             ]
-        block_idx = errand.next_block
-        while block_idx < errand.num_blocks and block_idx in self.facts.blocks:
+        first = begun[0].errand
+        end = self._end(first)
+        for block_idx in range(first.next_block, end):
             state = self._model.step(block_idx, state, caches)
-            block_idx += 1
-        return ([state] if len(begun) == 1 else parted(state, lengths)), block_idx
+        return ([state] if len(begun) == 1 else parted(state, lengths)), end
+
+    def _end(self, errand: Errand) -> int:
+        """Return the block after those that a walk runs through here."""
+        end = errand.next_block
+        while end < errand.num_blocks and end in self.facts.blocks:
+            end += 1
+        return end
 
     def _outcome(self, errand: Errand, next_block: int, state: State) -> Outcome:
         if next_block < errand.num_blocks:
             return errand.after(next_block, self._model.carried(state))
-        if errand.walk.num_read == 0:
-            return Decision((), ())
-        return decide(self._model.read(next_block - 1, newest(state, errand.walk.num_read)), errand.walk)
+        return read_decision(self._model.read(next_block - 1, newest(state, errand.walk.num_read)), errand.walk)
 
     def _start(self, errand: Errand, inputs: Tensor) -> State:
         return self._model.start(inputs, walk_noise(self._model, errand.walk))
@@ -230,7 +233,7 @@ class BlockHost:
             )
         if walk.start + len(walk.inputs) > facts.window_bytes:
             raise RequestRefusedError(f"The walk ends beyond the window of {facts.window_bytes} bytes.")
-        if max(walk.inputs) >= 256 and not facts.p_span:
+        if UNKNOWN in walk.inputs and not facts.p_span:
             raise RequestRefusedError("The model does not know unknown bytes.")
         if walk.sampling.num_draws > 1 and not facts.has_noise:
             raise RequestRefusedError("The model has no noise to draw.")
@@ -239,7 +242,7 @@ class BlockHost:
         key = (*errand.key, errand.next_block)
         session = self._sessions.get(key)
         if errand.walk.start == 0:
-            if session is None and len(self._sessions) >= self._max_sessions:
+            if self.num_sessions >= self._max_sessions and not self._holds(errand):
                 raise HostBusyError(
                     f"All {self._max_sessions} sessions of the host are taken: add a replica, or raise --max-sessions."
                 )
@@ -250,11 +253,12 @@ class BlockHost:
 
     def _own_caches(self, errand: Errand) -> Caches:
         """Return caches for the layers that a walk runs through here, None for others."""
-        slices, end = self._model.block_slices, errand.next_block
-        while end < errand.num_blocks and end in self.facts.blocks:
-            end += 1
-        own = range(slices[errand.next_block].start, slices[end - 1].stop)
+        slices = self._model.block_slices
+        own = range(slices[errand.next_block].start, slices[self._end(errand) - 1].stop)
         return [cache if idx in own else None for idx, cache in enumerate(self._model.new_caches(errand.num_blocks))]
+
+    def _holds(self, errand: Errand) -> bool:
+        return any(key[:2] == errand.key for key in self._sessions)
 
     def forget(self, client: str, session: int | None = None) -> None:
         """Drop a session, or all of a client's."""

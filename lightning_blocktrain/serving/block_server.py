@@ -1,4 +1,4 @@
-"""A host of blocks on TCP: takes walks, runs them one after the other, and passes them on.
+"""A host of blocks on TCP: takes walks, runs those that may run together, and passes them on.
 
 Owns connections, their order and who is told what. Owns no computation (``block_host.py``) and no byte format.
 
@@ -38,8 +38,8 @@ from lightning_blocktrain.rounds.roster import same_text
 from lightning_blocktrain.serving.address import Address
 from lightning_blocktrain.serving.block_host import BlockHost, Facts, HostBusyError, Outcome, SessionLostError, alike
 from lightning_blocktrain.serving.errand import Errand, decision_message, errand_message, errand_of
-from lightning_blocktrain.serving.hello import HELLO_PATIENCE_S, MAX_HELLO_BYTES, PROTOCOL, greet
-from lightning_blocktrain.serving.link import Link, dial, fields_of
+from lightning_blocktrain.serving.hello import HELLO_TIMEOUT_S, MAX_HELLO_BYTES, PROTOCOL, open_link
+from lightning_blocktrain.serving.link import Link, fields_of
 from lightning_blocktrain.transport.address import listening_error
 from lightning_blocktrain.transport.wire import Frame
 
@@ -49,6 +49,8 @@ CODES = {SessionLostError: "lost", HostBusyError: "busy"}
 """Why a walk cannot go on here though it may elsewhere."""
 FRAME_BYTES = 2**16
 """Most bytes of a walk's message beside its state."""
+MAX_OVER = 1024
+"""Sessions of a client that ended last and are known as over: a walk that comes after its session's end comes soon."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +79,7 @@ class BlockServer:
 
     Args:
         host: Used by this server's own thread from ``start`` to ``stop``.
-        token: What everyone who connects must know, and the next hosts are told; empty: nobody is asked.
+        token: What everyone who connects must know, and the next hosts are told.
         listen: Host and port; port 0 lets the system choose.
         tls: Makes it speak TLS.
         limits: What it takes.
@@ -101,6 +103,8 @@ class BlockServer:
         self._thread = ThreadPoolExecutor(1, "blocktrain-blocks")
         self._server: asyncio.Server | None = None
         self._clients: dict[str, Link] = {}
+        self._over: dict[str, dict[int, None]] = {}
+        """Per client, the sessions that ended last, in this order."""
         self._next: dict[Address, _Forwarder] = {}
         self._waiting: deque[Errand] = deque()
         self._arrived = asyncio.Event()
@@ -149,8 +153,13 @@ class BlockServer:
     def _spawn(self, work: Any) -> asyncio.Task[None]:
         task: asyncio.Task[None] = asyncio.create_task(work)
         self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(self._ended)
         return task
+
+    def _ended(self, task: "asyncio.Task[None]") -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.error("a task of the host failed", exc_info=error)
 
     # Connections
 
@@ -162,39 +171,41 @@ class BlockServer:
         client = None
         try:
             self._links.add(link)
-            client = await self._greet(link)
+            async with asyncio.timeout(HELLO_TIMEOUT_S):
+                client = await self._greet(link)
             if client is None:
                 return
+            if client:
+                await self._admit(client, link)
+            await link.send({"kind": "welcome", "protocol": PROTOCOL, "facts": asdict(self._host.facts)})
             while (frame := await link.receive(self._max_bytes)) is not None:
                 await self._take(frame, link)
         except WireError as exc:
-            with suppress(OSError, TimeoutError):
+            with suppress(OSError):
                 await self._turn_away(link, "malformed", str(exc))
-        except (OSError, TimeoutError) as exc:
+        except OSError as exc:
             log.debug("the connection from %s ended: %r", link.peer, exc)
         finally:
             if client and self._clients.get(client) is link:
-                await self._dismiss(client)
+                del self._clients[client]
+                await self._forget(client)
             self._links.discard(link)
             await link.close()
             self._connected.discard(task)
 
     async def _greet(self, link: Link) -> str | None:
         """Return the client of a new connection, empty where it is a host; None: it was turned away."""
-        frame = await link.receive(MAX_HELLO_BYTES, HELLO_PATIENCE_S)
+        frame = await link.receive(MAX_HELLO_BYTES)
         if frame is None:
             return None
         protocol, token, client = fields_of(frame, "hello", protocol=int, token=str, client=str)
-        reason = self._reason_against(link.peer, protocol, token, client)
+        reason = self._reason_against(link.peer, protocol, token)
         if reason is not None:
             await self._turn_away(link, *reason)
             return None
-        if client:
-            self._clients[client] = link
-        await link.send({"kind": "welcome", "protocol": PROTOCOL, "facts": asdict(self._host.facts)})
         return str(client)
 
-    def _reason_against(self, peer: str, protocol: int, token: str, client: str) -> tuple[str, str] | None:
+    def _reason_against(self, peer: str, protocol: int, token: str) -> tuple[str, str] | None:
         """Return the code and the message with which whoever connects is turned away; None: it is welcome."""
         now = time.monotonic()
         if len(self._links) > self.limits.connections:
@@ -206,18 +217,41 @@ class BlockServer:
             return "unauthorised", "The host does not take this token."
         if protocol != PROTOCOL:
             return "refused", f"The host speaks protocol {PROTOCOL}, not {protocol}."
-        if client in self._clients:
-            return "refused", "A client of this name is connected."
         return None
 
     async def _turn_away(self, link: Link, code: str, message: str) -> None:
         await link.send({"kind": "refused", "code": code, "message": message})
 
-    async def _dismiss(self, client: str) -> None:
-        """Forget a client whose connection has ended, its walks that wait and its sessions."""
-        del self._clients[client]
+    async def _admit(self, client: str, link: Link) -> None:
+        """Have a client get its answers on this connection.
+
+        A name is a long random number: who comes with one that is connected is the same client, and the network has cut
+        its first connection unseen.
+        """
+        cut = self._clients.get(client)
+        self._clients[client] = link  # before it is welcome: its first walk may come from another host
+        if cut is not None:
+            await cut.close()
+            await self._forget(client)
+
+    async def _forget(self, client: str) -> None:
+        """Forget a client's walks that wait, and its sessions."""
         self._waiting = deque(errand for errand in self._waiting if errand.client != client)
+        self._over.pop(client, None)
         await self._in_thread(self._host.forget, client)
+
+    async def _end_session(self, client: str, session: int) -> None:
+        """Forget a session; walks of it that wait, or are still to come from another host, do not bring it back."""
+        if client in self._clients:
+            over = self._over.setdefault(client, {})
+            over[session] = None
+            if len(over) > MAX_OVER:
+                del over[next(iter(over))]
+        await self._in_thread(self._host.forget, client, session)
+
+    def _is_wanted(self, errand: Errand) -> bool:
+        """Tell whether a walk's client is here and its session not over: what it left would stay for ever."""
+        return errand.client in self._clients and errand.session not in self._over.get(errand.client, {})
 
     async def _take(self, frame: Frame, link: Link) -> None:
         kind = frame.header.get("kind")
@@ -225,7 +259,7 @@ class BlockServer:
             await link.send({"kind": "pong"})
         elif kind == "forget":
             client, session = fields_of(frame, "forget", client=str, session=int)
-            await self._in_thread(self._host.forget, client, session)
+            await self._end_session(client, session)
         else:
             errand = errand_of(frame)
             if len(self._waiting) >= self.limits.waiting:
@@ -245,8 +279,7 @@ class BlockServer:
             while not self._waiting:
                 self._arrived.clear()
                 await self._arrived.wait()
-            # A session of a client that has left would stay for ever.
-            errands = [errand for errand in self._next_batch() if errand.client in self._clients]
+            errands = [errand for errand in self._next_batch() if self._is_wanted(errand)]
             try:
                 outcomes = await self._in_thread(self._host.run_together, errands)
             except Exception:
@@ -292,7 +325,7 @@ class BlockServer:
             return
         try:
             await link.send(header, tensors)
-        except (OSError, TimeoutError) as exc:
+        except OSError as exc:
             log.debug("the client at %s is gone: %r", link.peer, exc)
             await link.close()
 
@@ -315,10 +348,12 @@ class BlockServer:
             errand = await forwarder.queue.get()
             try:
                 await forwarder.send(errand)
-            except (OSError, TimeoutError, WireError) as exc:
+            except (OSError, ValueError) as exc:
                 reason = str(exc) or type(exc).__name__
-                message = f"The host {forwarder.address} of block {errand.next_block} is not reached: {reason}"
-                await self._fail(errand, "unreachable", message, forwarder.address)
+                # What waits behind it would wait as long for the same answer.
+                for failed in (errand, *forwarder.waiting()):
+                    message = f"The host {forwarder.address} of block {failed.next_block} is not reached: {reason}"
+                    await self._fail(failed, "unreachable", message, forwarder.address)
 
 
 class _Forwarder:
@@ -327,46 +362,48 @@ class _Forwarder:
     def __init__(self, address: Address, token: str, limits: HostLimits) -> None:
         self.address = address
         self.queue: asyncio.Queue[Errand] = asyncio.Queue()
-        self.links: list[Link] = []
         self._token = token
         self._limits = limits
+        self._link: Link | None = None
         self._watch: asyncio.Task[None] | None = None
 
-    async def send(self, errand: Errand) -> None:
-        """Send one walk."""
-        header, tensors = errand_message(errand)
-        if not self.links:
-            self.links.append(await self._open())
-            self._watch = asyncio.create_task(self._wait_for_end(self.links[0]))
-        try:
-            await self.links[0].send(header, tensors)
-        except (OSError, TimeoutError):
-            await self._drop(self.links[0])
-            raise
+    def waiting(self) -> list[Errand]:
+        """Take all walks that wait to be sent."""
+        return [self.queue.get_nowait() for _ in range(self.queue.qsize())]
 
-    async def _open(self) -> Link:
-        link = await dial(self.address, self._limits.connect_timeout_s, self._limits.stall_timeout_s)
+    async def send(self, errand: Errand) -> None:
+        """Send one walk.
+
+        Raises:
+            OSError: If the host is not reached.
+            ValueError: If it says something strange, or its name or this machine's certificates are none.
+        """
+        header, tensors = errand_message(errand)
+        if self._link is None:
+            timeout_s, stall_timeout_s = self._limits.connect_timeout_s, self._limits.stall_timeout_s
+            self._link, _ = await open_link(self.address, self._token, "", timeout_s, stall_timeout_s)
+            self._watch = asyncio.create_task(self._wait_for_end(self._link))
+        link = self._link
         try:
-            await greet(link, self._token, "")
-        except BaseException:
-            await link.close()
+            await link.send(header, tensors)
+        except OSError:
+            await self._drop(link)
             raise
-        return link
 
     async def _wait_for_end(self, link: Link) -> None:
         """Notice when the other host ends the connection; it sends nothing on it."""
-        with suppress(OSError, WireError, TimeoutError):
+        with suppress(OSError, WireError):
             await link.receive(MAX_HELLO_BYTES)
         await self._drop(link)
 
     async def close(self) -> None:
         """End the connection."""
-        for link in list(self.links):
-            await self._drop(link)
+        if self._link is not None:
+            await self._drop(self._link)
         if self._watch is not None:
             await asyncio.gather(self._watch, return_exceptions=True)
 
     async def _drop(self, link: Link) -> None:
-        if link in self.links:
-            self.links.remove(link)
+        if self._link is link:
+            self._link = None
         await link.close()

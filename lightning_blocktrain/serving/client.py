@@ -13,6 +13,7 @@ from types import TracebackType
 from typing import Self
 
 from lightning_blocktrain.errors import TransportError, explain
+from lightning_blocktrain.models.block_files import DTYPES
 from lightning_blocktrain.models.generation import (
     Decision,
     Decoder,
@@ -20,16 +21,14 @@ from lightning_blocktrain.models.generation import (
     Sampling,
     Walk,
     checked_continuation,
-    checked_exit,
     continuation,
-    refuse_chunks,
-    refuse_generation,
 )
+from lightning_blocktrain.models.generation_arguments import checked_exit, refuse_chunks, refuse_generation
 from lightning_blocktrain.models.loading import Model
 from lightning_blocktrain.serving.address import Address, parse_route
 from lightning_blocktrain.serving.block_host import Facts
-from lightning_blocktrain.serving.errand import WIRE_DTYPES, Errand
-from lightning_blocktrain.serving.fleet import Fleet, HostLostError, Patience
+from lightning_blocktrain.serving.errand import Errand
+from lightning_blocktrain.serving.fleet import Fleet, HostLostError, NeighbourLostError, Patience
 from lightning_blocktrain.transport.address import TOKEN
 from lightning_blocktrain.transport.loop import LoopThread
 
@@ -60,8 +59,8 @@ class SweepClient:
         chained: bool = True,
         patience: Patience | None = None,
     ) -> None:
-        if wire not in WIRE_DTYPES:
-            rule = f"wire must be {' or '.join(map(repr, WIRE_DTYPES))}"
+        if wire not in DTYPES:
+            rule = f"wire must be {' or '.join(map(repr, DTYPES))}"
             raise ValueError(explain(rule, f"wire={wire!r}", "use 'fp32'"))
         addresses = parse_route(route) if isinstance(route, str) else tuple(route)
         given = os.environ.get(TOKEN, "") if token is None else token
@@ -255,7 +254,7 @@ class RemoteWalker:
             except HostLostError as exc:
                 lost = exc
                 self.num_moves += 1
-                if exc.address is not None and self._fleet.reaches(exc.address):  # from here, if not from its neighbour
+                if isinstance(exc, NeighbourLostError) and self._fleet.reaches(exc.address):
                     self._chained = False
                 self._leave()
             else:

@@ -24,13 +24,12 @@ user                   text                                    nothing
 What clients send by default is taken at the values of ``NEUTRAL``, which ask for nothing; other fields are refused.
 """
 
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from lightning_blocktrain.errors import explain
-from lightning_blocktrain.models.generation import MAX_DRAWS
+from lightning_blocktrain.models.generation_arguments import MAX_DRAWS, MAX_SEED, is_temperature
 from lightning_blocktrain.rounds.verdicts import shown
 
 NEUTRAL: dict[str, tuple[Any, ...]] = {
@@ -51,7 +50,7 @@ MAX_STOPS = 4
 MAX_STOP_BYTES = 256
 MAX_LOGPROBS = 5
 MAX_COUNT = 2**31
-SEEDS = 2**63
+SEEDS = MAX_SEED + 1
 """A host takes seeds below."""
 
 
@@ -204,8 +203,7 @@ def _flag(given: Mapping[str, Any], name: str) -> bool:
 
 def _temperature(given: Mapping[str, Any]) -> float:
     value = given.get("temperature", 1.0)
-    # A JSON integer may be longer than any float; comparing it is exact.
-    if type(value) not in (int, float) or not 0 <= value <= sys.float_info.max:
+    if not is_temperature(value):
         raise _wrong("temperature", "a finite number from 0 on", value)
     return float(value)
 

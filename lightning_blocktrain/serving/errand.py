@@ -3,7 +3,6 @@
 Pure: from an errand to a header and tensors, and back with every value checked, since it comes from a stranger.
 """
 
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -12,13 +11,14 @@ import torch
 from torch import Tensor
 
 from lightning_blocktrain.errors import WireError
-from lightning_blocktrain.models.generation import MAX_DRAWS, Decision, Sampling, Walk
-from lightning_blocktrain.models.transformer import VOCABULARY
+from lightning_blocktrain.models.block_files import DTYPES
+from lightning_blocktrain.models.generation import Decision, Sampling, Walk
+from lightning_blocktrain.models.generation_arguments import MAX_DRAWS, MAX_SEED, is_temperature
+from lightning_blocktrain.models.transformer import UNKNOWN
 from lightning_blocktrain.serving.address import Address
 from lightning_blocktrain.serving.link import fields_of
 from lightning_blocktrain.transport.wire import Frame
 
-WIRE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 STATE = "state."
 MAX_HOSTS = 1024
 MAX_CLIENT_CHARS = 64
@@ -39,7 +39,7 @@ class Errand:
         num_blocks: Blocks before the exit that decides.
         next_block: The block whose turn it is.
         route: The hosts after the one that it comes to, chained; none: what was computed goes back to the client.
-        wire: A key of ``WIRE_DTYPES``: how states travel.
+        wire: A key of ``DTYPES``: how states travel.
         carried: The state before ``next_block``.
     """
 
@@ -82,7 +82,7 @@ def errand_message(errand: Errand) -> tuple[dict[str, Any], dict[str, Tensor]]:
         "seed": walk.sampling.seed,
         "num_draws": walk.sampling.num_draws,
     }
-    dtype = WIRE_DTYPES[errand.wire]
+    dtype = DTYPES[errand.wire]
     state = {f"{STATE}{name}": tensor.to(dtype) for name, tensor in errand.carried.items()}
     return header, {"inputs": torch.tensor(walk.inputs, dtype=torch.int16), **state}
 
@@ -98,12 +98,12 @@ def errand_of(frame: Frame) -> Errand:
     )
     names = ("session", "number", "num_blocks", "next_block", "start", "position", "num_read", "seed", "num_draws")
     counts = dict(zip(names, fields_of(frame, "walk", **dict.fromkeys(names, int)), strict=True))
-    low = [name for name in names if not 0 <= counts[name] < 2**63]
+    low = [name for name in names if not 0 <= counts[name] <= MAX_SEED]
     if low or not counts["num_blocks"] or not 1 <= counts["num_draws"] <= MAX_DRAWS:
         raise WireError(f"The fields {low or ['num_blocks', 'num_draws']} of a walk are out of range.")
-    if not 0 < len(client) <= MAX_CLIENT_CHARS or wire not in WIRE_DTYPES or len(route) > MAX_HOSTS:
+    if not 0 < len(client) <= MAX_CLIENT_CHARS or wire not in DTYPES or len(route) > MAX_HOSTS:
         raise WireError(f"The walk has no client, {len(route)} hosts, or the wire type {wire!r:.20}.")
-    if not 0 <= temperature <= sys.float_info.max:
+    if not is_temperature(temperature):
         raise WireError(f"The temperature of a walk is {temperature!r:.40}.")
     try:
         hosts = tuple(Address.parse(text) for text in route if isinstance(text, str))
@@ -140,8 +140,8 @@ def _inputs(frame: Frame) -> tuple[int, ...]:
     inputs = frame.tensors.get("inputs")
     if inputs is None or inputs.dtype != torch.int16 or inputs.dim() != 1 or not len(inputs):
         raise WireError("A walk needs inputs, int16 (T,).")
-    if int(inputs.min()) < 0 or int(inputs.max()) > VOCABULARY:
-        raise WireError(f"The inputs of a walk are 0 to {VOCABULARY}.")
+    if int(inputs.min()) < 0 or int(inputs.max()) > UNKNOWN:
+        raise WireError(f"The inputs of a walk are 0 to {UNKNOWN}.")
     return tuple(inputs.tolist())
 
 

@@ -14,19 +14,18 @@ from typing import Any
 
 from torch import Tensor
 
-from lightning_blocktrain.errors import BlockTrainError, WireError, explain
+from lightning_blocktrain.errors import BlockTrainError, explain
 from lightning_blocktrain.models.generation import Decision
 from lightning_blocktrain.serving.address import Address
 from lightning_blocktrain.serving.block_host import Facts
 from lightning_blocktrain.serving.errand import Errand, decision_of, errand_message, errand_of
-from lightning_blocktrain.serving.hello import greet
-from lightning_blocktrain.serving.link import Link, dial, fields_of
+from lightning_blocktrain.serving.hello import open_link
+from lightning_blocktrain.serving.link import Link, fields_of
 from lightning_blocktrain.transport.wire import Frame
 
 log = logging.getLogger(__name__)
 
 MAX_ANSWER_BYTES = 2**30
-PING_TIMEOUT_S = 2.0
 
 
 class ServingError(BlockTrainError, RuntimeError):
@@ -41,6 +40,12 @@ class HostLostError(ServingError):
         self.address = address
 
 
+class NeighbourLostError(HostLostError):
+    """A host does not reach the next one, whose address it names; that may be reached from here."""
+
+    address: Address
+
+
 @dataclass(frozen=True)
 class Patience:
     """How long a client waits.
@@ -50,12 +55,14 @@ class Patience:
         walk_s: For any walk; and
         position_s: for every position of it, at every block.
         redial_s: Before a host that was lost is tried again.
+        ping_s: For a host that has not answered in time to say that it is there.
     """
 
     connect_s: float = 5.0
     walk_s: float = 10.0
     position_s: float = 0.05
     redial_s: float = 5.0
+    ping_s: float = 2.0
 
     def of(self, errand: Errand) -> float:
         """Return the seconds that a walk may take; they grow with its length."""
@@ -95,6 +102,7 @@ class Fleet:
         self._awaited: dict[tuple[int, int], tuple[asyncio.Future[Decision | Errand], set[Address]]] = {}
         """By session and number: who waits for a walk, and the hosts on its path."""
         self._dialling = asyncio.Lock()
+        self._redialling: asyncio.Task[Facts] | None = None
         self.sent_bytes = self.received_bytes = 0
 
     async def connect(self) -> Facts:
@@ -111,7 +119,11 @@ class Fleet:
             found = await asyncio.gather(*(self._open(address) for address in wanted))
             opened = {a: c for a, c in zip(wanted, found, strict=True) if isinstance(c, _Connection)}
             if self.facts is None and opened:
-                self.facts = self._agreed(opened)
+                try:
+                    self.facts = self._agreed(opened)
+                except ServingError:
+                    await asyncio.gather(*(connection.link.close() for connection in opened.values()))
+                    raise
             for address, outcome in zip(wanted, found, strict=True):
                 why = outcome if isinstance(outcome, str) else self._reason_against(outcome)
                 if why is not None:
@@ -129,15 +141,16 @@ class Fleet:
 
     async def _open(self, address: Address) -> _Connection | str:
         """Return a connection, or why there is none."""
-        link = None
+        timeout_s, stall_timeout_s = self._patience.connect_s, self._patience.walk_s
         try:
-            link = await dial(address, self._patience.connect_s, self._patience.walk_s)
-            facts = await greet(link, self._token, self.name, self._patience.connect_s)
-            return _Connection(address, link, Facts(**facts | {"blocks": tuple(facts["blocks"])}))
-        except (OSError, TimeoutError, WireError, TypeError, KeyError) as exc:
-            if link is not None:
-                await link.close()
+            link, facts = await open_link(address, self._token, self.name, timeout_s, stall_timeout_s)
+        except (OSError, ValueError) as exc:
             return str(exc) or type(exc).__name__
+        try:
+            return _Connection(address, link, Facts(**facts | {"blocks": tuple(facts["blocks"])}))
+        except (KeyError, TypeError) as exc:
+            await link.close()
+            return f"its welcome lacks something: {exc}"
 
     def _agreed(self, opened: Mapping[Address, _Connection]) -> Facts:
         """Return what the first hosts share.
@@ -171,7 +184,9 @@ class Fleet:
         connection.hearing = asyncio.create_task(self._hear(connection))
 
     async def path(self, num_blocks: int, turn: int) -> list[Address]:
-        """Return hosts that, one after the other, hold the blocks before an exit; connect anew to some that were lost.
+        """Return hosts that, one after the other, hold the blocks before an exit.
+
+        Hosts that were lost are tried again: before an answer if a block is served by nobody else, else beside it.
 
         Args:
             num_blocks: Blocks before the exit.
@@ -181,7 +196,11 @@ class Fleet:
             HostLostError: Naming the first block that nobody serves.
             ServingError: If hosts serve different versions.
         """
-        await self.connect()
+        at_hand = {block_idx for connection in self._connections.values() for block_idx in connection.facts.blocks}
+        if not at_hand.issuperset(range(num_blocks)):
+            await self.connect()
+        elif self._redialling is None or self._redialling.done():
+            self._redialling = asyncio.create_task(self.connect())
         path: list[Address] = []
         block_idx = 0
         while block_idx < num_blocks:
@@ -241,6 +260,9 @@ class Fleet:
 
     async def close(self) -> None:
         """End all connections."""
+        if self._redialling is not None:
+            self._redialling.cancel()
+            await asyncio.gather(self._redialling, return_exceptions=True)
         for address in list(self._connections):
             await self._lose(address, "closed")
 
@@ -249,10 +271,8 @@ class Fleet:
         try:
             if connection is None:
                 raise ConnectionResetError(self._lost.get(address, (0, "it is not connected"))[1])
-            before = connection.link.sent_bytes
-            await connection.link.send(header, tensors)
-            self.sent_bytes += connection.link.sent_bytes - before
-        except (OSError, TimeoutError) as exc:
+            self.sent_bytes += await connection.link.send(header, tensors)
+        except OSError as exc:
             await self._lose(address, str(exc) or type(exc).__name__)
             raise HostLostError(f"The host {address} is lost: {exc}", address) from exc
 
@@ -261,6 +281,7 @@ class Fleet:
     ) -> Decision | Errand:
         """Send walks to a host and return the answer to the last of them, from whichever host of the path."""
         key = errand.session, errand.number
+        timeout_s = sum(map(self._patience.of, walks))
         future: asyncio.Future[Decision | Errand] = asyncio.get_running_loop().create_future()
         self._awaited[key] = future, set(path)  # before it is sent: the answer may be quick
         try:
@@ -269,7 +290,7 @@ class Fleet:
                 raise self._lost_error(missing[0])
             for walk in walks:
                 await self._send(first, *errand_message(walk))
-            async with asyncio.timeout(self._patience.of(errand)):
+            async with asyncio.timeout(timeout_s):
                 return await future
         except TimeoutError:
             silent = await self._silent(path)
@@ -278,7 +299,7 @@ class Fleet:
             if silent:
                 raise self._lost_error(silent[0]) from None
             hosts, blocks = ", ".join(map(str, path)), f"blocks 0 to {errand.num_blocks - 1}"
-            raise ServingError(f"No answer in {self._patience.of(errand):.1f} s from {blocks} at {hosts}.") from None
+            raise ServingError(f"No answer in {timeout_s:.1f} s from {blocks} at {hosts}.") from None
         finally:
             del self._awaited[key]
 
@@ -289,10 +310,10 @@ class Fleet:
         async def answers(connection: _Connection) -> bool:
             try:
                 await connection.link.send({"kind": "ping"})
-                async with asyncio.timeout(PING_TIMEOUT_S):
+                async with asyncio.timeout(self._patience.ping_s):
                     await connection.pongs.get()
                 return True
-            except (OSError, TimeoutError):
+            except OSError:
                 return False
 
         replies = await asyncio.gather(*map(answers, asked))
@@ -307,7 +328,7 @@ class Fleet:
                 self.received_bytes += connection.link.received_bytes
                 connection.link.received_bytes = 0
                 self._take(frame, connection)
-        except (OSError, TimeoutError, WireError) as exc:
+        except (OSError, ValueError) as exc:
             why = str(exc) or type(exc).__name__
         await self._lose(connection.address, why)
 
@@ -332,9 +353,12 @@ class Fleet:
     def _fail(self, frame: Frame, connection: _Connection, session: int) -> None:
         """End what a session waits for: with one of its walks, all that follow have failed."""
         code, message, address = fields_of(frame, "failed", code=str, message=str, address=str)
-        error: ServingError = ServingError(f"The host {connection.address} refuses a walk: {message}")
-        if code in ("lost", "unreachable", "busy"):
-            error = HostLostError(message, Address.parse(address) if address else connection.address)
+        if code == "unreachable":
+            error: ServingError = NeighbourLostError(message, Address.parse(address))
+        elif code in ("lost", "busy"):
+            error = HostLostError(message, connection.address)
+        else:
+            error = ServingError(f"The host {connection.address} refuses a walk: {message}")
         for (waiting, _), (future, _) in self._awaited.items():
             if waiting == session and not future.done():
                 _give_up(future, error)

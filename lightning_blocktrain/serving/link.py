@@ -17,6 +17,7 @@ from lightning_blocktrain.serving.address import Address
 from lightning_blocktrain.transport.wire import PREFIX, Frame, Outgoing, Receiver, claimed_bytes, read_frame
 
 READ_BYTES = 2**18
+FLUSH_S = 1.0
 
 
 class _Store:
@@ -39,17 +40,21 @@ class Link:
         stall_timeout_s: A transfer without progress for so long raises ``TimeoutError``.
     """
 
+    IDLE_S = 60
+    """After so long without a word the system asks whether the other end is still there."""
+
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, stall_timeout_s: float) -> None:
         self._reader = reader
         self._writer = writer
         self._stall_s = stall_timeout_s
         self._sending = asyncio.Lock()
-        self.sent_bytes = 0
         self.received_bytes = 0
         sock: socket.socket | None = writer.get_extra_info("socket")
         if sock is not None:
             with suppress(OSError):
                 sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+                if hasattr(socket, "TCP_KEEPIDLE"):
+                    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, self.IDLE_S)
 
     @property
     def peer(self) -> str:
@@ -57,8 +62,8 @@ class Link:
         name = self._writer.get_extra_info("peername")
         return str(name[0]) if name else ""
 
-    async def send(self, header: Mapping[str, Any], tensors: Mapping[str, Tensor] | None = None) -> None:
-        """Send one message.
+    async def send(self, header: Mapping[str, Any], tensors: Mapping[str, Tensor] | None = None) -> int:
+        """Send one message and return its bytes.
 
         Raises:
             ConnectionError: If the other end is gone.
@@ -67,28 +72,31 @@ class Link:
         """
         outgoing = Outgoing(header, tensors or {})
         async with self._sending:
-            for piece in outgoing.pieces():
-                if self._writer.is_closing():
-                    raise ConnectionResetError("The connection is closed.")
-                self._writer.write(piece)
-                self.sent_bytes += len(piece)
-                async with asyncio.timeout(self._stall_s):
-                    await self._writer.drain()
+            try:
+                for piece in outgoing.pieces():
+                    if self._writer.is_closing():
+                        raise ConnectionResetError("The connection is closed.")
+                    self._writer.write(piece)
+                    async with asyncio.timeout(self._stall_s):
+                        await self._writer.drain()
+            except BaseException:
+                # Nobody can go on behind half a message, and a peer that takes nothing would keep the connection.
+                self._writer.transport.abort()
+                raise
+        return outgoing.num_bytes
 
-    async def receive(self, max_bytes: int, patience_s: float | None = None) -> Frame | None:
+    async def receive(self, max_bytes: int) -> Frame | None:
         """Return the next message; None if the other end has closed the connection between two.
 
         Args:
             max_bytes: Longest message that is taken.
-            patience_s: Longest wait for its first byte; None: any.
 
         Raises:
             WireError: If it is no message, too long or damaged.
             ConnectionError: If the connection ends within one.
-            TimeoutError: If it does not begin in time, or does not go on.
+            TimeoutError: If it begins and does not go on.
         """
-        async with asyncio.timeout(patience_s):
-            first = await self._reader.read(PREFIX.size)
+        first = await self._reader.read(PREFIX.size)
         if not first:
             return None
         store = _Store()
@@ -114,24 +122,26 @@ class Link:
             raise ConnectionResetError("The connection ended within a message.") from exc
 
     async def close(self) -> None:
-        """Close the connection; what waits to be sent is dropped."""
+        """End the connection; what the other end has not taken within ``FLUSH_S`` is dropped."""
         self._writer.close()
-        with suppress(OSError, asyncio.CancelledError, TimeoutError):
-            async with asyncio.timeout(1.0):
-                await self._writer.wait_closed()
+        closed = asyncio.ensure_future(self._writer.wait_closed())  # all who close wait for it: nobody cancels it
+        try:
+            await asyncio.wait({closed}, timeout=FLUSH_S)
+        finally:
+            self._writer.transport.abort()
+        await asyncio.wait({closed}, timeout=FLUSH_S)
+        if closed.done() and not closed.cancelled():
+            closed.exception()  # seen: how a connection ends is nobody's concern any more
 
 
-async def dial(address: Address, connect_timeout_s: float, stall_timeout_s: float) -> Link:
+async def dial(address: Address, stall_timeout_s: float) -> Link:
     """Return a connection to a host.
 
     Raises:
         OSError: If it cannot be reached, or its certificate is not trusted.
-        TimeoutError: If it does not answer.
+        ValueError: If its name or this machine's certificates are none.
     """
-    async with asyncio.timeout(connect_timeout_s):
-        reader, writer = await asyncio.open_connection(
-            address.host, address.port, ssl=address.context(), limit=READ_BYTES
-        )
+    reader, writer = await asyncio.open_connection(address.host, address.port, ssl=address.context(), limit=READ_BYTES)
     return Link(reader, writer, stall_timeout_s)
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from lightning_blocktrain.models import DiffusionBlocks
-from lightning_blocktrain.models.block_files import describe, entries_of
+from lightning_blocktrain.models.block_files import DTYPES, describe, entries_of
 from lightning_blocktrain.models.generation import Sampling, Walk
 from lightning_blocktrain.models.transformer import KeyValueCache, Layer
 from lightning_blocktrain.serving.block_host import BlockHost
@@ -36,7 +36,7 @@ def measured_machine(width: int = 512, positions: int = 128, dtype: str = "fp32"
         dtype: ``fp32`` or ``bf16``.
         repeats: Of every timing; the median counts.
     """
-    torch_dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[dtype]
+    torch_dtype = DTYPES[dtype]
     shape = ServedShape(width, 1, 1, dtype=dtype)
     # More layers than caches hold, so that weights are read from memory as they are in a host of many layers.
     num_layers = max(2, min(16, 2**28 // (shape.layer_parameters * DTYPE_BYTES[dtype])))
@@ -64,11 +64,11 @@ def measured_machine(width: int = 512, positions: int = 128, dtype: str = "fp32"
     many, one = seconds(layers, 0, positions, width) - layer_s, seconds(layers, context, 1, width) - layer_s
     flops = 2 * positions * shape.layer_parameters + 2 * positions**2 * width
     reading = shape.layer_parameters * DTYPE_BYTES[dtype]
-    walks = measured_walks(positions, layer_s)
+    walks = measured_walks(positions, layer_s, repeats)
     return Machine(flops / max(many, 1e-9), reading / max(one, 1e-9), layer_s, *walks)
 
 
-def measured_walks(positions: int, layer_s: float, repeats: int = 15) -> tuple[float, float, float]:
+def measured_walks(positions: int, layer_s: float, repeats: int) -> tuple[float, float, float]:
     """Return ``hop_s``, ``block_s`` and ``position_s``: of walks through hosts whose layers are tiny.
 
     Args:
@@ -98,11 +98,7 @@ def _walk_seconds(num_blocks: int, positions: int, repeats: int) -> float:
             return median_seconds(lambda: walker(walk), repeats)
     finally:
         loop.run(server.stop)
-        loop.close(_nothing)
-
-
-async def _nothing() -> None:
-    pass
+        loop.close()
 
 
 def median_seconds(work: Callable[[], Any], repeats: int) -> float:

@@ -67,11 +67,11 @@ class LoopThread:
                 self._thread.start()
             return self._loop
 
-    def close(self, last: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    def close(self, last: Callable[[], Coroutine[Any, Any, None]] | None = None) -> None:
         """Cancel what is under way, run ``last``, and end the thread; does nothing the second time.
 
         Args:
-            last: Releases what belongs to the loop.
+            last: Releases what belongs to the loop; None: nothing does.
         """
         with self._lock:
             self._closed = True
@@ -85,10 +85,11 @@ class LoopThread:
         loop.close()
 
 
-async def _end(last: Callable[[], Coroutine[Any, Any, None]]) -> None:
+async def _end(last: Callable[[], Coroutine[Any, Any, None]] | None) -> None:
     others = asyncio.all_tasks() - {asyncio.current_task()}
     for task in others:
         task.cancel()
     await asyncio.gather(*others, return_exceptions=True)
-    await last()
+    if last is not None:
+        await last()
     await asyncio.get_running_loop().shutdown_asyncgens()

@@ -143,7 +143,7 @@ def browser(folder: Path) -> Iterator[Browser]:
             said = next(line for line in process.stderr if "listening on ws://" in line)
             yield thread.run(lambda: _connect(thread, said.rpartition(" ")[2].strip()))
         finally:
-            thread.close(_nothing)
+            thread.close()
             process.kill()
 
 
@@ -159,7 +159,3 @@ async def _connect(thread: LoopThread, url: str) -> Browser:
 
     opened.reading = asyncio.create_task(read())  # type: ignore[attr-defined]  # a loop keeps no task alive
     return opened
-
-
-async def _nothing() -> None:
-    pass

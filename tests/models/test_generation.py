@@ -14,14 +14,11 @@ from lightning_blocktrain.models.generation import (
     LocalWalker,
     Sampling,
     Walk,
-    gumbel_at,
-    gumbel_noise,
-    position_generator,
-    sample_bytes,
     walk_inputs,
     walk_noise,
 )
 from lightning_blocktrain.models.loading import Model
+from lightning_blocktrain.models.sampling import gumbel_at, gumbel_noise, position_generator, sample_bytes
 from tests.models.cases import CAUSAL, NOISY, T, causal, lively, noisy
 
 

@@ -3,7 +3,8 @@ import torch
 from scipy import stats
 from torch import Tensor, nn
 
-from lightning_blocktrain.models.generation import gumbel_noise, refuse_generation, sample_bytes
+from lightning_blocktrain.models.generation_arguments import refuse_generation
+from lightning_blocktrain.models.sampling import gumbel_noise, sample_bytes
 from lightning_blocktrain.models.transformer import (
     VOCABULARY,
     CausalAttention,
@@ -187,8 +188,8 @@ def test_gumbel_noise_is_standard_gumbel_and_follows_its_generator() -> None:
 )
 def test_refuse_generation_bad_argument_is_named(prompt: bytes, num_bytes: int, temperature: float, got: str) -> None:
     with pytest.raises(ValueError, match=rf" must be .*; got {got}; "):
-        refuse_generation(prompt, num_bytes, temperature)
+        refuse_generation(prompt, num_bytes, temperature, 0)
 
 
 def test_refuse_generation_limits_are_allowed() -> None:
-    assert refuse_generation(b"", 0, 0.0) is None  # type: ignore[func-returns-value]
+    assert refuse_generation(b"", 0, 0.0, 0) is None  # type: ignore[func-returns-value]

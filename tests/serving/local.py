@@ -45,7 +45,7 @@ class Running:
         if not self._stopped:
             self._stopped = True
             self._loop.run(self.server.stop)
-            self._loop.close(_nothing)
+            self._loop.close()
 
     def restart(self, host: BlockHost | None = None) -> None:
         """Stop and start again at the same address, with another host's blocks if one is given."""
@@ -82,10 +82,6 @@ class Running:
         while not holds():
             assert time.monotonic() < end
             self._loop.run(step)
-
-
-async def _nothing() -> None:
-    pass
 
 
 def host_of(model: Model, blocks: Sequence[int], **options: int) -> BlockHost:

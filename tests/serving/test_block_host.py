@@ -67,6 +67,28 @@ def test_one_that_makes_no_sense_does_not_spoil_the_others() -> None:
     assert isinstance(decided, Decision)
 
 
+def test_a_state_without_z_does_not_spoil_the_others() -> None:
+    model = noisy("denoise_features")
+    first, second = host_of(model, [0]), host_of(model, [1, 2])
+    fine = walk(0, b"abc", 1)
+    whole, lacking = first.run_together([errand(session, fine) for session in (1, 2)])
+    assert isinstance(whole, Errand) and isinstance(lacking, Errand) and len(lacking.carried) == 2
+    lacking = replace(lacking, carried={"hidden": lacking.carried["hidden"]})
+    decided, without_z = second.run_together([whole, lacking])
+    assert decided == LocalWalker(model, 3)(fine)
+    assert isinstance(without_z, Decision)  # a walk of its own kind, and runs by itself
+
+
+def test_a_host_of_blocks_that_a_walk_passes_twice_counts_one_session() -> None:
+    host = host_of(causal("features"), [0, 2], max_sessions=1)
+    [gone] = host.run_together([errand(1, walk(0, b"abc", 1))])
+    assert isinstance(gone, Errand) and gone.next_block == 1
+    [back] = host_of(causal("features"), [1]).run_together([gone])
+    assert isinstance(back, Errand)
+    [decided] = host.run_together([back])
+    assert isinstance(decided, Decision) and host.num_sessions == 1
+
+
 def test_what_may_run_together() -> None:
     one = errand(1, walk(0, b"abc", 1))
     assert alike(one, errand(2, walk(5, b"a", 7)))
@@ -85,13 +107,12 @@ def test_joined_states_part_as_they_were() -> None:
 
 def test_a_forgotten_session_is_lost_and_others_stay() -> None:
     host = host_of(causal("features"), [0, 1, 2])
-    for session in (1, 2):
-        host.run(errand(session, walk(0, b"abc", 1)))
+    host.run_together([errand(session, walk(0, b"abc", 1)) for session in (1, 2)])
     host.forget("me", 1)
     assert host.num_sessions == 1
-    with pytest.raises(SessionLostError, match="keys and values of 3 positions are not here"):
-        host.run(errand(1, walk(3, b"d", 1)))
-    assert isinstance(host.run(errand(2, walk(3, b"d", 1))), Decision)
+    lost, goes_on = host.run_together([errand(session, walk(3, b"d", 1)) for session in (1, 2)])
+    assert isinstance(lost, SessionLostError) and "keys and values of 3 positions are not here" in str(lost)
+    assert isinstance(goes_on, Decision)
     host.forget("somebody else")
     assert host.num_sessions == 1
     host.forget("me")

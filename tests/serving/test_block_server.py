@@ -1,8 +1,11 @@
 """What strangers may send to a host of blocks: nothing of it is run, allocated or kept, and the host goes on."""
 
+import asyncio
 import pickle
+import select
 import socket
 import struct
+import threading
 import tracemalloc
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -14,8 +17,10 @@ from torch import Tensor
 
 from lightning_blocktrain.errors import PortInUseError, WireError
 from lightning_blocktrain.models.generation import Sampling, Walk
+from lightning_blocktrain.serving import block_server
 from lightning_blocktrain.serving.address import Address
-from lightning_blocktrain.serving.block_server import BlockServer
+from lightning_blocktrain.serving.block_host import BlockHost
+from lightning_blocktrain.serving.block_server import BlockServer, HostLimits
 from lightning_blocktrain.serving.client import SweepClient
 from lightning_blocktrain.serving.errand import Errand, errand_message, errand_of
 from lightning_blocktrain.serving.hello import PROTOCOL
@@ -33,10 +38,14 @@ def message(header: Mapping[str, Any], tensors: Mapping[str, Tensor] | None = No
 class Raw:
     """A plain socket to a host."""
 
-    def __init__(self, running: Running) -> None:
+    def __init__(self, running: Running, receive_bytes: int = 0) -> None:
         address = running.server.address
         assert address is not None
-        self.sock = socket.create_connection((address.host, address.port), 20.0)
+        self.sock = socket.socket()
+        if receive_bytes:
+            self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_bytes)
+        self.sock.settimeout(20.0)
+        self.sock.connect((address.host, address.port))
         self._file = self.sock.makefile("rb")
 
     def send(self, text: bytes) -> None:
@@ -68,6 +77,11 @@ def raw(running: Running) -> Iterator[Raw]:
             connection.sock.shutdown(socket.SHUT_RDWR)
         connection._file.close()
         connection.sock.close()
+
+
+def kind_of(frame: Frame | None) -> str:
+    assert frame is not None
+    return str(frame.header["kind"])
 
 
 def works(running: Running) -> bool:
@@ -139,11 +153,137 @@ def test_guesses_of_the_token_are_limited() -> None:
         assert codes == ["unauthorised"] * 10 + ["busy"] * 2
 
 
-def test_a_second_client_of_a_name_is_refused() -> None:
+def test_a_client_that_comes_again_takes_the_place_of_its_first_connection() -> None:
     with serving(causal("features"), [0, 1, 2]) as [running], raw(running) as first, raw(running) as second:
-        welcome, refusal = first.hello(), second.hello()
+        welcome = first.hello()
         assert welcome is not None and welcome.header["facts"]["blocks"] == [0, 1, 2]
-        assert refusal is not None and "of this name" in refusal.header["message"]
+        first.send(message(*errand_message(walk())))
+        assert kind_of(first.answer()) == "decided"
+        assert kind_of(second.hello()) == "welcome"
+        assert first.answer() is None
+        assert running.host.num_sessions == 0
+        second.send(message(*errand_message(walk())))
+        assert kind_of(second.answer()) == "decided"
+
+
+def test_a_client_that_goes_before_it_is_welcome_leaves_its_name_free() -> None:
+    with serving(causal("features"), [0, 1, 2]) as [running]:
+        for _ in range(10):
+            with raw(running) as connection:
+                connection.send(message(HELLO))
+                connection.sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        with raw(running) as connection:
+            assert kind_of(connection.hello()) == "welcome"
+
+
+def test_a_stranger_who_sends_a_byte_now_and_then_is_sent_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(block_server, "HELLO_TIMEOUT_S", 0.3)
+    with serving(causal("features"), [0, 1, 2]) as [running], raw(running) as connection:
+        text = message(HELLO)
+        for idx in range(100):
+            ended, _, _ = select.select([connection.sock], [], [], 0.05)
+            if ended:
+                break
+            connection.send(text[idx : idx + 1])
+        assert ended and connection.answer() is None
+
+
+def test_a_client_that_takes_no_answers_is_given_up_and_the_host_stops() -> None:
+    limits = HostLimits(stall_timeout_s=0.2, waiting=1)
+    with serving(causal("features"), [0, 1, 2], limits=limits) as [running]:
+        connection = Raw(running, receive_bytes=4096)
+        connection.hello()
+        connection.send(message(*errand_message(walk())))
+        assert kind_of(connection.answer()) == "decided"
+        assert running.host.num_sessions == 1
+        flood = message(*errand_message(walk(session=2, client="nobody"))) + message({"kind": "ping"})
+        with suppress(OSError):  # until nothing more is taken, or the host has cut the line
+            connection.sock.settimeout(2.0)
+            while True:
+                connection.send(flood * 100)
+        running.wait_until(lambda: running.host.num_sessions == 0)
+        connection.sock.close()
+
+
+def test_answers_that_nobody_takes_end_the_connection() -> None:
+    """The same where the host tells of walks while it listens for more."""
+    limits = HostLimits(stall_timeout_s=0.2, waiting=1, batch=1)
+    with serving(causal("features"), [0, 1, 2], limits=limits) as [running]:
+        connection = Raw(running, receive_bytes=4096)
+        connection.hello()
+        connection.send(message(*errand_message(walk())))
+        assert kind_of(connection.answer()) == "decided"
+        refused = message(*errand_message(walk(session=2, num_blocks=9)))
+        with suppress(OSError):
+            connection.sock.settimeout(2.0)
+            while True:
+                connection.send(refused * 100)
+        running.wait_until(lambda: running.host.num_sessions == 0)
+        connection.sock.close()
+
+
+class Held:
+    """Holds back the walks of a host until ``go`` is set."""
+
+    def __init__(self, host: BlockHost, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.go, self.held = threading.Event(), threading.Event()
+        run = host.run_together
+
+        def wait_and_run(errands: Any) -> Any:
+            self.held.set()
+            assert self.go.wait(20.0)
+            return run(errands)
+
+        monkeypatch.setattr(host, "run_together", wait_and_run)
+
+
+def test_a_session_that_is_over_is_not_brought_back_by_its_walk(monkeypatch: pytest.MonkeyPatch) -> None:
+    with serving(causal("features"), [0, 1, 2]) as [running], raw(running) as connection:
+        held = Held(running.host, monkeypatch)
+        connection.hello()
+
+        def send(session: int) -> None:
+            connection.send(message(*errand_message(walk(session=session))))
+
+        def forget(session: int) -> None:
+            connection.send(message({"kind": "forget", "client": "me", "session": session}))
+
+        send(1)
+        assert held.held.wait(20.0)
+        send(2)  # waits for its turn, and its session ends meanwhile
+        forget(2)
+        forget(3)  # comes before the walk that another host passes on
+        send(3)
+        send(4)
+        held.go.set()
+        frames = [connection.answer(), connection.answer()]
+        assert [frame.header["session"] for frame in frames if frame is not None] == [1, 4]
+        assert running.host.num_sessions == 2
+
+
+def test_walks_behind_a_host_that_is_not_reached_fail_with_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    dialled, go = [], threading.Event()
+
+    async def refuse(address: Address, *options: Any) -> Any:
+        dialled.append(address)
+        await asyncio.to_thread(go.wait, 20.0)
+        raise ValueError("no such certificates")
+
+    monkeypatch.setattr(block_server, "open_link", refuse)
+    route = (Address("127.0.0.1", 9),)
+    with serving(causal("features"), [0]) as [running], raw(running) as connection:
+        connection.hello()
+        for session in range(4):
+            connection.send(message(*errand_message(walk(session=session, route=route))))
+        running.wait_until(lambda: running.server.num_walks == 4)
+        go.set()
+        frames = [connection.answer() for _ in range(4)]
+        assert [frame.header["code"] for frame in frames if frame is not None] == ["unreachable"] * 4
+        assert all("no such certificates" in frame.header["message"] for frame in frames if frame is not None)
+        assert len(dialled) == 1
+        connection.send(message(*errand_message(walk(session=9, route=route))))
+        again = connection.answer()
+        assert again is not None and again.header["session"] == 9  # the next one is tried anew
 
 
 @pytest.mark.parametrize(
@@ -207,7 +347,7 @@ def test_a_malformed_walk_ends_the_connection(fields: dict[str, Any], tensors: d
         connection.hello()
         connection.send(message({**header, **fields}, {**right, **tensors}))
         refusal = connection.answer()
-        assert refusal is None or refusal.header["code"] == "malformed"
+        assert refusal is not None and refusal.header["code"] == "malformed"
         assert running.server.num_walks == 0
         assert works(running)
 
@@ -218,7 +358,7 @@ def test_a_tensor_name_that_could_be_a_path_is_refused() -> None:
         connection.hello()
         connection.send(text)
         refusal = connection.answer()
-        assert refusal is None or refusal.header["code"] == "malformed"
+        assert refusal is not None and refusal.header["code"] == "malformed"
         assert works(running)
 
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import shutil
+import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,10 +12,11 @@ import pytest
 from lightning_blocktrain.models.block_files import describe, entries_of
 from lightning_blocktrain.models.generation import Decision, Decoder, LocalWalker, Sampling, Walk, continuation
 from lightning_blocktrain.models.loading import Model
+from lightning_blocktrain.serving import block_server, fleet
 from lightning_blocktrain.serving.block_host import BlockHost
 from lightning_blocktrain.serving.block_server import HostLimits
 from lightning_blocktrain.serving.client import SweepClient
-from lightning_blocktrain.serving.fleet import HostLostError, Patience, ServingError
+from lightning_blocktrain.serving.fleet import Fleet, HostLostError, Patience, ServingError
 from lightning_blocktrain.serving.process import server_tls
 from tests.models.cases import CAUSAL, NOISY, T, causal, lively, noisy
 from tests.serving.local import TOKEN, Running, all_forgotten, host_of, route_of, serving
@@ -48,7 +50,6 @@ def test_bytes_over_tcp_are_those_of_one_process(case: Any, chained: bool) -> No
 
 def test_probabilities_over_tcp_are_those_of_one_process_to_the_bit() -> None:
     model = noisy("denoise_features")
-    seen: list[Decision] = []
     with serving(model, [0], [1], [2]) as servers, client_of(servers) as client:
         over_tcp = list(client.stream(b"hello", 20, chunk_bytes=4, num_draws=3, seed=1))
     decoder = Decoder(LocalWalker(model, 3), T, Sampling(seed=1, num_draws=3))
@@ -225,6 +226,85 @@ def test_a_text_goes_to_a_replica_that_has_room() -> None:
         assert bytes(first.decided) + rest == model.generate(b"hello", 9, seed=1)
 
 
+@pytest.mark.parametrize("error", [ConnectionRefusedError("no"), ValueError("no"), UnicodeError("no")], ids=repr)
+def test_hosts_that_do_not_reach_one_another_answer_the_client(
+    error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def refuse(*options: Any) -> Any:
+        raise error
+
+    monkeypatch.setattr(block_server, "open_link", refuse)
+    model = causal("features")
+    with serving(model, [0], [1], [2]) as servers, client_of(servers) as client, client.walker() as walker:
+        decoder = Decoder(walker, T, Sampling(seed=3))
+        text = b"".join(bytes(chunk.decided) for chunk in continuation(decoder, b"hello", 9, 1, 1))
+        assert text == model.generate(b"hello", 9, seed=3)
+        assert walker.num_moves == 1
+
+
+def test_a_host_that_is_full_does_not_end_the_chain(monkeypatch: pytest.MonkeyPatch) -> None:
+    def never(*arguments: Any) -> Any:
+        raise AssertionError("step by step")
+
+    monkeypatch.setattr(Fleet, "walk_step_by_step", never)
+    model = causal("features")
+    with serving(model, [0], [0], [1, 2], max_sessions=2) as servers, client_of(servers) as client:
+        held = [client.stream(b"hello", 9, seed=seed) for seed in range(2)]
+        begun = [bytes(next(stream).decided) for stream in held]
+        servers[0].restart()  # its sessions are lost, and the texts begin anew
+        for stream, first, seed in zip(held, begun, range(2), strict=True):
+            rest = b"".join(bytes(chunk.decided) for chunk in stream)
+            assert first + rest == model.generate(b"hello", 9, seed=seed)
+
+
+def test_a_text_does_not_wait_for_a_host_that_is_down(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = causal("features")
+    with serving(model, [0, 1, 2], [0, 1, 2]) as servers, client_of(servers) as client:
+        servers[0].stop()
+        assert client.generate(b"a", 4, seed=1) == model.generate(b"a", 4, seed=1)
+        dialled = threading.Event()
+
+        async def hang(*options: Any) -> Any:
+            dialled.set()
+            await asyncio.Event().wait()
+
+        monkeypatch.setattr(fleet, "open_link", hang)
+        assert client.generate(b"a", 4, seed=2) == model.generate(b"a", 4, seed=2)
+        assert dialled.wait(20.0)
+
+
+def test_a_repetition_has_the_time_of_all_its_walks(monkeypatch: pytest.MonkeyPatch) -> None:
+    go = threading.Event()
+    patience = Patience(walk_s=0.1, position_s=0.0)
+    with serving(causal("features"), [0, 1, 2]) as [running], client_of([running], patience=patience) as client:
+        run = running.host.run_together
+        monkeypatch.setattr(running.host, "run_together", lambda errands: go.wait(20.0) and run(errands))
+        walks = [Walk(start, (7,), start, 1, Sampling()) for start in range(3)]
+        walker = client.walker()
+        walker._kept = walks[:2]
+        try:
+            with pytest.raises(ServingError, match=r"No answer in 0\.3 s from blocks 0 to 2"):
+                walker(walks[2])
+        finally:
+            go.set()
+
+
+def test_hosts_that_disagree_keep_no_connection() -> None:
+    limits = HostLimits(connections=1)
+    one, other = causal("features"), lively("ByteTransformer", "features")
+    with serving(one, [0, 1, 2], limits=limits) as first, serving(other, [0, 1, 2], limits=limits) as second:
+        with pytest.raises(ServingError, match="the same version"):
+            client_of([*first, *second])
+        for running in (*first, *second):
+            with client_of([running]) as client:
+                assert len(client.generate(b"a", 2)) == 2
+
+
+def test_an_address_that_no_name_can_be_is_a_host_that_is_not_reached() -> None:
+    with pytest.raises(HostLostError, match=r"No host of the route is reached: a\.\.b:1"):
+        SweepClient("a..b:1", TOKEN)
+
+
 def test_a_missing_block_is_named_before_anything_is_sent() -> None:
     with serving(causal("features"), [0], [2]) as servers, client_of(servers) as client:
         assert len(client.generate(b"a", 3, num_blocks=1)) == 3
@@ -303,7 +383,7 @@ def test_more_sessions_than_places_are_refused_and_a_free_place_is_used() -> Non
 
 def test_a_host_that_does_not_answer_is_left_within_a_bounded_time() -> None:
     model = causal("features")
-    patience = Patience(walk_s=0.3, position_s=0.0, redial_s=60.0)
+    patience = Patience(walk_s=0.3, position_s=0.0, redial_s=60.0, ping_s=2.0)
     with serving(model, [0, 1, 2], [0, 1, 2]) as servers, client_of(servers, patience=patience) as client:
         chunks = client.stream(b"hello", 20, seed=1)
         text = bytes(next(chunks).decided)
