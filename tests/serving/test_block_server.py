@@ -20,7 +20,7 @@ from lightning_blocktrain.models.generation import Sampling, Walk
 from lightning_blocktrain.serving import block_server
 from lightning_blocktrain.serving.address import Address
 from lightning_blocktrain.serving.block_host import BlockHost
-from lightning_blocktrain.serving.block_server import BlockServer, HostLimits
+from lightning_blocktrain.serving.block_server import BlockServer
 from lightning_blocktrain.serving.client import SweepClient
 from lightning_blocktrain.serving.errand import Errand, errand_message, errand_of
 from lightning_blocktrain.serving.hello import PROTOCOL
@@ -38,14 +38,10 @@ def message(header: Mapping[str, Any], tensors: Mapping[str, Tensor] | None = No
 class Raw:
     """A plain socket to a host."""
 
-    def __init__(self, running: Running, receive_bytes: int = 0) -> None:
+    def __init__(self, running: Running) -> None:
         address = running.server.address
         assert address is not None
-        self.sock = socket.socket()
-        if receive_bytes:
-            self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_bytes)
-        self.sock.settimeout(20.0)
-        self.sock.connect((address.host, address.port))
+        self.sock = socket.create_connection((address.host, address.port), 20.0)
         self._file = self.sock.makefile("rb")
 
     def send(self, text: bytes) -> None:
@@ -186,40 +182,6 @@ def test_a_stranger_who_sends_a_byte_now_and_then_is_sent_away(monkeypatch: pyte
                 break
             connection.send(text[idx : idx + 1])
         assert ended and connection.answer() is None
-
-
-def test_a_client_that_takes_no_answers_is_given_up_and_the_host_stops() -> None:
-    limits = HostLimits(stall_timeout_s=0.2, waiting=1)
-    with serving(causal("features"), [0, 1, 2], limits=limits) as [running]:
-        connection = Raw(running, receive_bytes=4096)
-        connection.hello()
-        connection.send(message(*errand_message(walk())))
-        assert kind_of(connection.answer()) == "decided"
-        assert running.host.num_sessions == 1
-        flood = message(*errand_message(walk(session=2, client="nobody"))) + message({"kind": "ping"})
-        with suppress(OSError):  # until nothing more is taken, or the host has cut the line
-            connection.sock.settimeout(2.0)
-            while True:
-                connection.send(flood * 100)
-        running.wait_until(lambda: running.host.num_sessions == 0)
-        connection.sock.close()
-
-
-def test_answers_that_nobody_takes_end_the_connection() -> None:
-    """The same where the host tells of walks while it listens for more."""
-    limits = HostLimits(stall_timeout_s=0.2, waiting=1, batch=1)
-    with serving(causal("features"), [0, 1, 2], limits=limits) as [running]:
-        connection = Raw(running, receive_bytes=4096)
-        connection.hello()
-        connection.send(message(*errand_message(walk())))
-        assert kind_of(connection.answer()) == "decided"
-        refused = message(*errand_message(walk(session=2, num_blocks=9)))
-        with suppress(OSError):
-            connection.sock.settimeout(2.0)
-            while True:
-                connection.send(refused * 100)
-        running.wait_until(lambda: running.host.num_sessions == 0)
-        connection.sock.close()
 
 
 class Held:
