@@ -180,7 +180,7 @@ def plain_warnings() -> Iterator[None]:
 
 def run_coordinator(options: argparse.Namespace) -> int:
     """Run ``blocktrain coordinator``."""
-    from lightning_blocktrain.coordinator.serve import ServeSettings, serve, tls_context
+    from lightning_blocktrain.coordinator.serve import ServeSettings, serve
     from lightning_blocktrain.coordinator.storage import MANIFEST
 
     host, port = parse_listen(options.listen)
@@ -202,12 +202,6 @@ def run_coordinator(options: argparse.Namespace) -> int:
         blocks=options.blocks,
         interface=options.interface,
     )
-    try:
-        tls_context(settings)
-    except OSError as exc:
-        got = f"certfile={options.certfile}, keyfile={options.keyfile} ({exc})"
-        rule = "certfile and keyfile must be PEM files that belong together"
-        raise ValueError(explain(rule, got, "correct them")) from exc
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
     logging.getLogger("lightning_blocktrain").setLevel(logging.INFO)
     urls: list[str] = []

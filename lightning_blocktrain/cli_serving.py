@@ -279,7 +279,8 @@ def run_completions(options: argparse.Namespace) -> int:
 
     from lightning_blocktrain.serving.client import SweepClient
     from lightning_blocktrain.serving.completions import CompletionServer
-    from lightning_blocktrain.serving.process import server_tls, until_signalled
+    from lightning_blocktrain.serving.process import until_signalled
+    from lightning_blocktrain.transport.site import server_tls
 
     token, listen = token_of_environment(), parse_listen(options.listen, DEFAULT_COMPLETIONS)
 
@@ -301,7 +302,7 @@ def run_plan(options: argparse.Namespace) -> int:
     from rich.console import Console
 
     from lightning_blocktrain.serving.machine import measured_machine
-    from lightning_blocktrain.serving.plan import Machine, Network, ServedShape, plan
+    from lightning_blocktrain.serving.plan import GIVEN_HOP_S, GIVEN_LAYER_S, Machine, Network, ServedShape, plan
 
     names = ("width", "num_layers", "num_blocks", "window_bytes", "dtype", "wire")
     shape = ServedShape(**{name: getattr(options, name) for name in names})
@@ -310,7 +311,8 @@ def run_plan(options: argparse.Namespace) -> int:
         got = f"--tflops {options.tflops}, --memory-gb-s {options.memory_gb_s}"
         raise ValueError(explain(rule, got, "give both, or neither to measure this machine"))
     if options.tflops is not None:
-        machine, source = Machine(options.tflops * 1e12, options.memory_gb_s * 1e9, 1e-4, 1e-3), "as given"
+        machine = Machine(options.tflops * 1e12, options.memory_gb_s * 1e9, GIVEN_LAYER_S, GIVEN_HOP_S)
+        source = f"as given; {GIVEN_LAYER_S * 1e3:g} ms a layer and {GIVEN_HOP_S * 1e3:g} ms a link assumed beside"
     elif options.dtype == "fp16":
         rule = "the speed of fp16 is not measured on a CPU"
         raise ValueError(explain(rule, "--dtype fp16", "give --tflops and --memory-gb-s"))

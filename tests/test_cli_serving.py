@@ -63,7 +63,7 @@ def test_generate_prints_the_same_from_hosts_as_from_the_checkpoint(
         (["serve", "CKPT", "--blocks", "3"], "0 to 2, each once; got blocks=[3]"),
         (["serve", "CKPT", "--listen", "nowhere"], "listen must be HOST:PORT"),
         (["serve", "CKPT", "--keyfile", "key.pem"], "keyfile needs a certfile"),
-        (["serve", "CKPT", "--certfile", "none.pem"], "must be a readable pair"),
+        (["serve", "CKPT", "--certfile", "none.pem"], "certfile and keyfile must be PEM files that belong together"),
         (["serve", "OUT"], "must be a checkpoint or a folder that 'blocktrain export' wrote"),
         (["serve", "CKPT", "--listen", "29500"], "the default is 127.0.0.1:29500"),
         (

@@ -6,9 +6,7 @@ Owns the signals and the exit code. Owns no argument parsing.
 import asyncio
 import logging
 import signal
-import ssl
 import time
-import warnings
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
@@ -25,7 +23,7 @@ from lightning_blocktrain.errors import explain
 from lightning_blocktrain.heap import keep_heap
 from lightning_blocktrain.rounds import INTERFACE, block_entry
 from lightning_blocktrain.rounds.verdicts import is_count
-from lightning_blocktrain.transport.address import is_loopback
+from lightning_blocktrain.transport.site import server_tls, tls_context
 from lightning_blocktrain.transport.terms import RunTerms
 
 log = logging.getLogger(__name__)
@@ -74,9 +72,7 @@ class ServeSettings:
     kept_versions: int = 1
 
     def __post_init__(self) -> None:
-        if self.keyfile is not None and self.certfile is None:
-            got = f"keyfile={self.keyfile}, certfile=None"
-            raise ValueError(explain("keyfile needs a certfile", got, "give both, or neither for plain HTTP"))
+        tls_context(self.certfile, self.keyfile)  # refused here rather than when it listens
         if self.blocks is not None:
             _check_blocks(self.blocks, self.interface)
         elif self.interface:
@@ -121,12 +117,10 @@ async def serving(
         PortInUseError: If the address is taken.
         StateError: If another process uses the state folder, or it is damaged.
         CheckpointMismatchError: If the state folder holds another run.
+        ValueError: If certificate and key cannot be read, or do not belong together.
     """
-    if settings.certfile is None and not is_loopback(settings.host):
-        warnings.warn(
-            f"The coordinator listens on {settings.host} without TLS: token and weights travel readable.", stacklevel=3
-        )
-    tls = tls_context(settings)  # first: a wrong certificate opens nothing
+    # First: a wrong certificate opens nothing.
+    tls = server_tls(settings.host, settings.certfile, settings.keyfile)
     storage = None if settings.state_dir is None else Storage(settings.state_dir, settings.kept_versions)
     try:
         desk = Desk(settings.run_id, settings.token, storage, settings.fixed_terms, settings.serves)
@@ -149,20 +143,6 @@ async def serving(
         yield server
     finally:
         await server.stop()
-
-
-def tls_context(settings: ServeSettings) -> ssl.SSLContext | None:
-    """Return what makes the server speak HTTPS; None for plain HTTP.
-
-    Raises:
-        OSError: If certificate and key cannot be read, or do not belong together.
-    """
-    if settings.certfile is None:
-        return None
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.minimum_version = ssl.TLSVersion.TLSv1_2
-    context.load_cert_chain(settings.certfile, settings.keyfile)
-    return context
 
 
 def serve(settings: ServeSettings, on_listening: Callable[[str], None] | None = None) -> int:

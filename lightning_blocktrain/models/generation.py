@@ -238,7 +238,7 @@ def continuation(decoder: Decoder, prompt: bytes, num_bytes: int, chunk_bytes: i
 
 
 class Draft:
-    """Guesses what follows a text, with a model that may err.
+    """Guesses what follows a text, with a model that may err: the draft of speculative decoding.
 
     It draws with the random numbers of whoever checks it, so that its guesses are right as often as the two models
     agree. Whatever it guesses, the checked text is the other model's own.
@@ -271,7 +271,7 @@ class Draft:
 def checked_continuation(
     decoder: Decoder, draft: Draft, prompt: bytes, num_bytes: int, num_guesses: int
 ) -> Generator[Decision]:
-    """Yield what ``continuation`` yields byte by byte, several at a time where a draft has guessed them.
+    """Decode speculatively: yield what ``continuation`` yields byte by byte, several where a draft has guessed them.
 
     Args:
         decoder: Of the model whose text it is.

@@ -104,7 +104,7 @@ class BlockHost:
         manifest: Of the model.
         blocks: Indices of the blocks.
         dtype: Of the weights.
-        max_sessions: Most sessions at once.
+        max_sessions: Most texts at once.
     """
 
     def __init__(

@@ -13,6 +13,8 @@ from lightning_blocktrain.errors import explain
 from lightning_blocktrain.models.transformer import VOCABULARY
 
 DTYPE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
+GIVEN_LAYER_S, GIVEN_HOP_S = 1e-4, 1e-3
+"""Assumed of a host that is described by its speeds alone: a dozen kernel launches a layer, and a walk's handling."""
 MESSAGE_BYTES = 720
 """Of a walk's message beside its inputs and its state: header, names, digest."""
 DECISION_BYTES = 5

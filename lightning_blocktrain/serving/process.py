@@ -5,18 +5,15 @@ Owns the signals. Owns no argument parsing.
 
 import asyncio
 import signal
-import ssl
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol, TypeVar
 
-from lightning_blocktrain.errors import explain
 from lightning_blocktrain.models.block_files import load_blocks
 from lightning_blocktrain.serving.block_host import BlockHost
 from lightning_blocktrain.serving.block_server import BlockServer, HostLimits
-from lightning_blocktrain.transport.address import is_loopback
+from lightning_blocktrain.transport.site import server_tls
 
 
 @dataclass(frozen=True)
@@ -44,34 +41,6 @@ class HostSettings:
     keyfile: Path | None = None
     max_sessions: int = 256
     limits: HostLimits = field(default_factory=HostLimits)
-
-
-def server_tls(host: str, certfile: Path | None, keyfile: Path | None) -> ssl.SSLContext | None:
-    """Return what makes a server speak TLS; None for plain TCP, of which other machines' users are warned.
-
-    Args:
-        host: Where it listens.
-        certfile: PEM certificate chain.
-        keyfile: PEM key; None: in ``certfile``.
-
-    Raises:
-        ValueError: If certificate and key cannot be read, or do not belong together.
-    """
-    if certfile is None:
-        if keyfile is not None:
-            got = f"keyfile={keyfile}, certfile=None"
-            raise ValueError(explain("keyfile needs a certfile", got, "give both, or neither for no TLS"))
-        if not is_loopback(host):
-            warnings.warn(f"It listens on {host} without TLS: token and texts travel readable.", stacklevel=2)
-        return None
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.minimum_version = ssl.TLSVersion.TLSv1_2
-    try:
-        context.load_cert_chain(certfile, keyfile)
-    except OSError as exc:
-        got = f"certfile={certfile}, keyfile={keyfile} ({exc})"
-        raise ValueError(explain("certificate and key must be a readable pair", got, "correct the paths")) from exc
-    return context
 
 
 def open_server(settings: HostSettings) -> BlockServer:
