@@ -276,8 +276,9 @@ def run(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
             rows.append(measure(bench, name, rtt_ms, length, args.timed_bytes, args.repeats, own))
         accepted = accepted_per_traversal(bench, max(args.lengths[0], 16))
     real = {length: quality[REAL, length] for length in args.lengths}
-    shapes = [(1, 32, 3, 32, [[0, 1, 2]])] if args.quick else [(7, 512, 12, 128, CUT), (7, 256, 6, 64, CUT)]
-    tcp = [overhead(*one, prompt_bytes=PROMPT_BYTES) for one in shapes]
+    shapes: list[tuple[int, int, int, int, Sequence[Sequence[int]]]] = []
+    shapes += [(1, 32, 3, 32, [[0, 1, 2]])] if args.quick else [(7, 512, 12, 128, CUT), (7, 256, 6, 64, CUT)]
+    tcp = [overhead(*one, PROMPT_BYTES) for one in shapes]
     return {"rows": rows, "real": real, "accepted_per_traversal": accepted, "overhead": tcp}
 
 
