@@ -7,7 +7,8 @@ decides a number is in the digest; titles and notes are not.
 key of a part  meaning
 =============  ======================================================================================================
 kind           what a run is: a key of ``benchmarks.study.kinds.KINDS``
-metric         the measure that is compared: a key of a run's measures; less is better
+metric         the measure that is compared: a key of a run's measures
+compare        difference (the default), or ratio for measures of speed: less is better, or more
 arms           per arm, its options; those of the size come below them
 control        the arm that all others are compared with
 contrasts      further pairs [arm, control]
@@ -29,6 +30,7 @@ import yaml
 
 FOLDER = Path(__file__).parent / "protocols"
 RULES = ("non_inferior", "equivalent", "at_most", "at_least", "ratio_at_least")
+COMPARISONS = ("difference", "ratio")
 SIZES = ("smoke", "cpu", "paper")
 
 
@@ -89,6 +91,7 @@ class Part:
     title: str
     kind: str
     metric: str
+    compare: str
     control: str
     arms: dict[str, dict[str, Any]]
     corpora: tuple[str, ...]
@@ -231,6 +234,7 @@ def _part(name: str, told: Mapping[str, Any], size: str) -> Part:
         told["title"],
         told["kind"],
         told["metric"],
+        told.get("compare", "difference"),
         told["control"],
         arms,
         tuple(own["corpora"]),
@@ -248,6 +252,8 @@ def _part(name: str, told: Mapping[str, Any], size: str) -> Part:
 
 def _check(part: Part) -> None:
     """Refuse a part that cannot be judged, before anything runs."""
+    if part.compare not in COMPARISONS:
+        raise ProtocolError(f"{part.name}: compare must be one of {', '.join(COMPARISONS)}; got {part.compare!r}")
     if part.control not in part.arms:
         raise ProtocolError(f"{part.name}: control must be one of the arms; got {part.control!r}; add it")
     _distinct(part.name, "seeds", part.seeds)

@@ -8,14 +8,14 @@ from benchmarks.study.report import Block, Folded, Heading, Items, Picture, Tabl
 
 STYLE = """
 :root { color-scheme: light dark; }
-body { font: 16px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 0 auto; padding: 1rem; overflow-wrap: anywhere; }
+body { font: 16px/1.5 system-ui, sans-serif; max-width: 76rem; margin: 0 auto; padding: 1rem; overflow-wrap: anywhere; }
 h1 { line-height: 1.2; }
 table { border-collapse: collapse; font-variant-numeric: tabular-nums; font-size: .9rem; }
 th, td { border-bottom: 1px solid #8886; padding: .3rem .6rem; text-align: right; white-space: nowrap; }
 th:first-child, td:first-child { text-align: left; }
 .wide { overflow-x: auto; margin: 1rem 0; }
 figure { margin: 1.5rem 0; }
-figure img { max-width: 100%; height: auto; background: #fff; }
+figure img { max-width: min(100%, 46rem); height: auto; background: #fff; }
 figcaption { font-size: .9rem; opacity: .8; }
 pre { overflow-x: auto; font-size: .8rem; }
 strong { color: #b3261e; }

@@ -6,7 +6,7 @@ Owns the sentences and tables; ``render`` turns them into Markdown and HTML, ``f
 import json
 import math
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -115,31 +115,45 @@ def _part(part: Part, rows: Sequence[Row]) -> Iterator[Block]:
 
 
 def arm_table(part: Part, rows: Sequence[Row], corpus: str) -> Table:
-    """Return every arm of a part on a corpus: its measure, and its gap to the control."""
+    """Return every arm of a part on a corpus: its measure, beside its control's, and whatever else its runs told."""
     extra = [name for name in MEASURES if name != part.metric and _has(part, rows, corpus, name)]
-    published = bool(part.published)
-    columns = ["arm", "seeds", part.metric, f"minus {part.control}", "%, 95 % t", "%, bootstrap"]
+    columns, cells_of = COMPARED[part.compare]
     body = []
     for arm in part.arms:
         values = by_seed(rows, part, arm, corpus)
         own = compare(rows, part, (arm, part.control), corpus) if arm != part.control else None
-        cells = [arm, f"{len(values)}", _mean(list(values.values())), *_gap_cells(own)]
-        for name in extra:
-            cells.append(MEASURES[name][1](list(by_seed(rows, part, arm, corpus, name).values())))
-        body.append((*cells, *([part.published.get(arm, "-")] if published else [])))
-    titles = [MEASURES[name][0] for name in extra]
-    return Table((*columns, *titles, *(["published"] if published else [])), tuple(body))
+        cells = [arm, f"{len(values)}", _mean(list(values.values())), *cells_of(own)]
+        if part.compare == "ratio":
+            cells += _decomposition(part, rows, arm, corpus)
+        cells += [MEASURES[name][1](list(by_seed(rows, part, arm, corpus, name).values())) for name in extra]
+        body.append((*cells, *([part.published.get(arm, "-")] if part.published else [])))
+    titles = [text.format(control=part.control) for text in columns]
+    titles += ["W", "P", "eta"] if part.compare == "ratio" else []
+    titles += [MEASURES[name][0] for name in extra]
+    return Table(("arm", "seeds", part.metric, *titles, *(["published"] if part.published else [])), tuple(body))
+
+
+def _decomposition(part: Part, rows: Sequence[Row], arm: str, corpus: str) -> list[str]:
+    """Return what a pipeline's speed-up is made of, medians over rounds: work saved, parallelism, orchestration."""
+    step, work, largest = (by_seed(rows, part, arm, corpus, name) for name in ("step_s", "work_s", "largest_work_s"))
+    control = by_seed(rows, part, part.control, corpus, "step_s")
+    seeds = sorted(step.keys() & work.keys() & control.keys())
+    if not seeds:
+        return ["-"] * 3
+    parts = [(control[s] / work[s], work[s] / largest[s], largest[s] / step[s]) for s in seeds]
+    return [f"{statistics.median(values):.3f}" for values in zip(*parts, strict=True)]
 
 
 def contrast_table(part: Part, rows: Sequence[Row], corpus: str) -> Table | None:
     """Return the pairs beside the control that the protocol names; None if there are none."""
     body = []
+    columns, cells_of = COMPARED[part.compare]
     for pair in part.contrasts:
         found = compare(rows, part, pair, corpus)
-        cells = _gap_cells(found)
-        body.append((f"{pair[0]} - {pair[1]}", f"{len(found.values) if found else 0}", *cells, _ratio_cell(found)))
-    columns = ("contrast", "pairs", "difference", "%, 95 % t", "%, bootstrap", "ratio")
-    return Table(columns, tuple(body)) if body else None
+        shown = " / " if part.compare == "ratio" else " - "
+        body.append((shown.join(pair), f"{len(found.values) if found else 0}", *cells_of(found)))
+    titles = ("contrast", "pairs", *("difference" if "minus" in text else text for text in columns))
+    return Table(tuple("ratio" if "{control}" in text else text for text in titles), tuple(body)) if body else None
 
 
 def _gap_cells(found: Comparison | None) -> list[str]:
@@ -152,8 +166,15 @@ def _gap_cells(found: Comparison | None) -> list[str]:
     ]
 
 
-def _ratio_cell(found: Comparison | None) -> str:
-    return "-" if found is None else interval_text(found.ratio, ".3f")
+def _ratio_cells(found: Comparison | None) -> list[str]:
+    return ["-" if found is None else interval_text(found.ratio, ".3f")]
+
+
+COMPARED: dict[str, tuple[tuple[str, ...], Callable[[Comparison | None], list[str]]]] = {
+    "difference": (("minus {control}", "%, 95 % t", "%, bootstrap"), _gap_cells),
+    "ratio": (("/ {control}, 95 % t",), _ratio_cells),
+}
+"""Per way to compare: the titles of its columns, and what fills them."""
 
 
 def interval_text(interval: Interval, form: str) -> str:
@@ -187,8 +208,9 @@ MEASURES: dict[str, tuple[str, Any]] = {
     "sent_bytes": ("MB sent", _plain(",.2f", 1e-6)),
     "flops": ("TFLOPs of training", _plain(",.2f", 1e-12)),
     "peak_pss_mib": ("peak PSS, MiB", _plain(",.0f")),
+    "closure_error": ("closure", _plain(".4f")),
     "foreign_cpu_frac": ("used by others", _plain(".1%")),
-    "seconds": ("seconds", _plain(",.0f")),
+    "seconds": ("seconds", _plain(",.1f")),
 }
 """Measures that a table shows beside the metric where a part's runs have them: title, and how they are written."""
 
