@@ -52,7 +52,7 @@ def gaps(rows: Sequence[Row], part: Part) -> Picture:
                 axes.plot([gap.low, gap.high], [idx, idx], color=f"C{idx}")
             axes.plot(gap.mean, idx, "o", color=f"C{idx}")
         axes.set_yticks(range(len(found)), [f"{one.arm} - {one.control}" for one in found])
-        axes.set_ylim(len(found) - 0.5, -0.5)
+        axes.invert_yaxis()
         axes.axvline(0, color="0.5", lw=0.8)
         axes.set_xlabel("gap, % (bars: 95 % t-interval; ticks: pairs)")
         axes.set_title(corpus)

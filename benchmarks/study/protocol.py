@@ -31,6 +31,8 @@ import yaml
 FOLDER = Path(__file__).parent / "protocols"
 RULES = ("non_inferior", "equivalent", "at_most", "at_least", "ratio_at_least")
 COMPARISONS = ("difference", "ratio")
+KINDS = ("blocks", "pipeline", "speed")
+FIGURES = ("curve_tokens", "curve_time", "gap_tokens", "gaps", "exits", "frontier", "participation", "traffic")
 SIZES = ("smoke", "cpu", "paper")
 
 
@@ -252,8 +254,11 @@ def _part(name: str, told: Mapping[str, Any], size: str) -> Part:
 
 def _check(part: Part) -> None:
     """Refuse a part that cannot be judged, before anything runs."""
-    if part.compare not in COMPARISONS:
-        raise ProtocolError(f"{part.name}: compare must be one of {', '.join(COMPARISONS)}; got {part.compare!r}")
+    for name, value, known in (("kind", part.kind, KINDS), ("compare", part.compare, COMPARISONS)):
+        if value not in known:
+            raise ProtocolError(f"{part.name}: {name} must be one of {', '.join(known)}; got {value!r}")
+    if strange := [name for name in part.show if name not in FIGURES]:
+        raise ProtocolError(f"{part.name}: show must name figures: {', '.join(FIGURES)}; got {strange[0]!r}")
     if part.control not in part.arms:
         raise ProtocolError(f"{part.name}: control must be one of the arms; got {part.control!r}; add it")
     _distinct(part.name, "seeds", part.seeds)

@@ -36,5 +36,6 @@ def tracker(protocol: Protocol, project: str, folder: Path) -> tuple[Callable[[R
             for name in ("report.md", "report.html", "results.jsonl"):
                 artifact.add_file(str(folder / name))
             tracked.log_artifact(artifact)
+        wandb.teardown()  # its own process ends with the study
 
     return log_run, log_report
