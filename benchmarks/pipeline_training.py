@@ -88,14 +88,20 @@ class Curve(L.Callback):
         self.points.append((trainer.global_step * self._step_tokens, bits))
 
 
-def strategy_of(options: dict[str, Any] | None, shape: Shape) -> Any:
-    """Return the strategy with a method's options."""
+def strategy_options(options: dict[str, Any] | None, shape: Shape) -> dict[str, Any] | None:
+    """Return a method's options with those that all have."""
     if options is None:
-        return "auto"
+        return None
     usual: dict[str, Any] = {"method": "rgc", "mode": "serial", "lag": "pipeline", "num_stages": shape.num_stages}
     if "schedule" in options:
         usual["switch_frac"] = shape.switch_frac
-    return BoundedHorizonStrategy(threads_per_stage=1, **usual | options)
+    return {**usual, "threads_per_stage": 1, **options}
+
+
+def strategy_of(options: dict[str, Any] | None, shape: Shape) -> Any:
+    """Return the strategy with a method's options."""
+    whole = strategy_options(options, shape)
+    return "auto" if whole is None else BoundedHorizonStrategy(**whole)
 
 
 def train(corpus: Corpus, method: str, seed: int, shape: Shape, with_test: bool) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from benchmarks.study.ledger import Ledger, rows_of
 from benchmarks.study.protocol import SIZES, Protocol, ProtocolError, Run, load, names
 from benchmarks.study.render import markdown, page
 from benchmarks.study.report import Picture, report
+from benchmarks.study.reuse import reused
 from benchmarks.study.runner import run_missing
 from lightning_blocktrain.demo.curves import write_whole
 
@@ -34,6 +35,13 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--corpus", action="append", default=[], help="files of a corpus, NAME=FILE[,FILE...]; once per corpus")
     add("--jobs", type=int, default=1, help="runs at the same time, a thread each; timed runs are always alone")
     add("--fork", type=Path, help="take over the runs of this study that the new protocol asks for too")
+    add(
+        "--reuse",
+        type=Path,
+        nargs="+",
+        default=[],
+        help="rows of benchmarks.composition or pipeline_target to take over",
+    )
     add("--report", action="store_true", help="write the report of what is there; run nothing")
     add("--wandb", metavar="PROJECT", help="log every run and the report to Weights & Biases")
     args = parser.parse_args(argv)
@@ -77,6 +85,9 @@ def study(args: argparse.Namespace, parts: Path) -> int:
     ledger = Ledger(args.out, protocol, hashes)
     if args.fork is not None:
         print(f"{ledger.adopt(rows_of(args.fork), runs, hashes)} runs taken over from {args.fork}")
+    for path in args.reuse:
+        taken = [ledger.add(run, row) for run, row in reused([r for r in runs if r not in ledger], path, hashes)]
+        print(f"{len(taken)} runs taken over from {path.name}")
     log_run: Callable[[Run, dict[str, Any]], None] = lambda run, row: None  # noqa: E731
     log_report: Callable[[], None] = lambda: None  # noqa: E731
     if args.wandb:

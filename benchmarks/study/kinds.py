@@ -31,26 +31,37 @@ def blocks(options: dict[str, Any], corpus: Corpus, seed: int) -> Result:
     Options: ``recipe`` (of ``Recipe``), ``model`` (``objective`` decides the class), ``strategy`` (of
     ``BlockTrainStrategy``; none: end to end), ``is_shallow``.
     """
-    recipe = Recipe(**options["recipe"])
-    arm = Arm("", options.get("model", {}), options.get("strategy"), options.get("is_shallow", False))
-    recipe = replace(recipe, replicas=(arm.strategy or {}).get("replicas", recipe.replicas))
+    arm, recipe = blocks_of(options)
     data = ByteDataModule(window_bytes=recipe.window_bytes, batch_size=recipe.batch_size, **corpus.options)  # type: ignore[arg-type]
     data.setup("fit")
     rounds = RoundMonitor()
     found = train(arm, recipe, data, seed, [] if arm.strategy is None else [rounds])
-    test = found["test"]
-    ce = float(test["exits"][-1])
-    measures = {"ce": ce, "bits": bits_per_token(ce, 1), "tokens_per_block": found["tokens_per_block"]}
-    measures |= {f"exit {idx}": value for idx, value in enumerate(test["exits"])}
-    measures |= {key: value for key, value in test.get("sweep", {}).items() if isinstance(value, float)}
+    result = blocks_result(arm, recipe, found)
     if arm.strategy is not None:
         totals = rounds.summary()
-        measures |= {key: float(totals[key]) for key in ("participation", "sent_bytes", "accepted_tokens")}
+        result["measures"] |= {key: float(totals[key]) for key in ("participation", "sent_bytes", "accepted_tokens")}
+    return result
+
+
+def blocks_of(options: dict[str, Any]) -> tuple[Arm, Recipe]:
+    """Return the arm and the recipe that options of ``blocks`` describe."""
+    arm = Arm("", options.get("model", {}), options.get("strategy"), options.get("is_shallow", False))
+    recipe = Recipe(**options["recipe"])
+    return arm, replace(recipe, replicas=(arm.strategy or {}).get("replicas", recipe.replicas))
+
+
+def blocks_result(arm: Arm, recipe: Recipe, found: dict[str, Any]) -> Result:
+    """Return the result of a training of ``benchmarks.composition``."""
+    test = found["test"]
+    ce = float(test["exits"][-1])
+    measures = {"ce": ce, "bits": bits_per_token(ce, 1), "tokens_per_block": float(found["tokens_per_block"])}
+    measures |= {f"exit {idx}": value for idx, value in enumerate(test["exits"])}
+    measures |= {key: value for key, value in test.get("sweep", {}).items() if isinstance(value, float)}
     if arm.model.get("layer", "attention") == "attention":
         name = "causal_block" if arm.is_shallow else arm.model.get("objective", "causal_full")
         shared = arm.model.get("exits") == "shared"
         measures["flops"] = float(training_flops(recipe, name, arm.model.get("lookahead", 0), shared))
-    measures["seconds"] = found["train_s"]
+    measures["seconds"] = float(found["train_s"])
     curve = [[recipe.tokens_per_block, found["train_s"], measures["bits"]]]
     return {"measures": measures, "curve": curve, "corpus_sha256": found["corpus_sha256"], "exits": test["exits"]}
 
@@ -62,10 +73,15 @@ def pipeline(options: dict[str, Any], corpus: Corpus, seed: int) -> Result:
     """
     shape = Shape(**options["shape"])
     found = train_with(corpus, options.get("strategy"), options.get("exits", "shared"), seed, shape, with_test=True)
+    return pipeline_result(shape, found, found["corpus_sha256"])
+
+
+def pipeline_result(shape: Shape, found: dict[str, Any], corpus_sha256: str) -> Result:
+    """Return the result of a training of ``benchmarks.pipeline_training``."""
     seconds = found["cpu_s"]
     curve = [[tokens, seconds * tokens / shape.tokens, bits] for tokens, bits in found["curve"]]
     measures = {"bits": found["test"], "valid_bits": found["valid"], "seconds": seconds}
-    return {"measures": measures, "curve": curve, "corpus_sha256": found["corpus_sha256"]}
+    return {"measures": measures, "curve": curve, "corpus_sha256": corpus_sha256}
 
 
 def speed(options: dict[str, Any], corpus: Corpus, seed: int) -> Result:

@@ -206,7 +206,7 @@ MEASURES: dict[str, tuple[str, Any]] = {
     "participation": ("in time", _plain(".0%")),
     "accepted_tokens": ("tokens merged", _plain(",.0f")),
     "sent_bytes": ("MB sent", _plain(",.2f", 1e-6)),
-    "flops": ("TFLOPs of training", _plain(",.2f", 1e-12)),
+    "flops": ("TFLOPs of training", _plain(".3g", 1e-12)),
     "peak_pss_mib": ("peak PSS, MiB", _plain(",.0f")),
     "closure_error": ("closure", _plain(".4f")),
     "foreign_cpu_frac": ("used by others", _plain(".1%")),
