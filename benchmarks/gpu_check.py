@@ -1,0 +1,259 @@
+"""One look at a GPU: the paper's shape beside its controls at equal tokens, in a few minutes.
+
+``python -m benchmarks.gpu_check [--corpus FILE] [--json FILE]`` trains d=512, B=3 blocks of 4 layers, windows of 256
+bytes, and prints tokens per second, memory and nats per byte. Without a GPU it refuses, unless ``--accelerator cpu``.
+
+Only torch, lightning and this package are needed before it trains. The text is a file (its last 5 % are test, the 5 %
+before them valid), or the embedded corpus. Workers are simulated, one after the other: tokens per second are those of
+one GPU that does the work of all. ``worker`` is the memory of a worker's weights, gradients and optimizer state,
+without activations; ``peak`` is what the device held at most in the whole run.
+"""
+
+import argparse
+import json
+import tempfile
+import time
+import warnings
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+
+from lightning_blocktrain import BlockTrainStrategy, ByteDataModule, ByteTransformer, DiffusionBlocks
+
+MIB = 2**20
+ARMS: dict[str, tuple[Any, dict[str, Any], dict[str, Any] | None]] = {
+    "causal L": (ByteTransformer, {}, None),
+    "causal L_b": (ByteTransformer, {}, None),
+    "lookahead": (ByteTransformer, {"objective": "features", "exits": "own", "lookahead": 1}, {}),
+    "lookahead, rounds of 2": (
+        ByteTransformer,
+        {"objective": "features", "exits": "own", "lookahead": 1},
+        {"sync_every": 2},
+    ),
+    "denoise": (DiffusionBlocks, {"objective": "denoise"}, {}),
+}
+"""Per arm: the model, its options, and those of the strategy; None: end to end."""
+
+
+@dataclass(frozen=True)
+class Check:
+    """What is trained.
+
+    Args:
+        num_layers: L.
+        num_blocks: B.
+        width: D.
+        num_heads: H.
+        window_bytes: T.
+        batch_size: Windows per step of each worker.
+        steps: Of every control, and of every block.
+        warmup_steps: Linear warm-up; a cosine follows.
+        lr: Peak learning rate.
+        eval_batches: Batches of test that are scored.
+        timed_from: Step from which on it is timed.
+    """
+
+    num_layers: int = 12
+    num_blocks: int = 3
+    width: int = 512
+    num_heads: int = 8
+    window_bytes: int = 256
+    batch_size: int = 32
+    steps: int = 500
+    warmup_steps: int = 50
+    lr: float = 1e-3
+    eval_batches: int = 16
+    timed_from: int = 20
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a control, and of every block."""
+        return self.steps * self.batch_size * self.window_bytes
+
+
+TINY = Check(4, 2, 16, 2, 16, 4, 6, 1, 3e-3, 2, 2)
+
+
+class Clock(L.Callback):
+    """Times the steps after the first ones, the device's work included.
+
+    Args:
+        timed_from: Steps that are not timed.
+    """
+
+    def __init__(self, timed_from: int) -> None:
+        self._from = timed_from
+        self._began_s = 0.0
+        self.seconds = 0.0
+
+    def on_train_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
+        """Start after the last step that is not timed."""
+        if trainer.global_step == self._from:
+            self._began_s = _now()
+
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Stop."""
+        self.seconds = _now() - self._began_s
+
+
+def _now() -> float:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+def run(name: str, check: Check, data: ByteDataModule, device: torch.device) -> dict[str, Any]:
+    """Train one arm and return what was measured."""
+    kind, options, strategy = ARMS[name]
+    num_layers = check.num_layers // check.num_blocks if name == "causal L_b" else check.num_layers
+    L.seed_everything(1, verbose=False)
+    module: Any = kind(
+        num_layers=num_layers,
+        num_blocks=1 if strategy is None else check.num_blocks,
+        width=check.width,
+        num_heads=check.num_heads,
+        window_bytes=check.window_bytes,
+        lr=check.lr,
+        warmup_steps=check.warmup_steps,
+        **options,
+    )
+    from lightning_blocktrain.demo.arms import OptimizerBytes
+
+    clock, optimizer = Clock(check.timed_from), OptimizerBytes()
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    with tempfile.TemporaryDirectory() as root:
+        trainer = L.Trainer(
+            strategy="auto" if strategy is None else BlockTrainStrategy(average_decay=0.9, **strategy),
+            accelerator="gpu" if device.type == "cuda" else "cpu",
+            devices=1,
+            max_steps=check.steps,
+            max_epochs=-1,
+            gradient_clip_val=1.0,
+            limit_val_batches=0,
+            callbacks=[clock, optimizer],
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            default_root_dir=root,
+        )
+        trainer.fit(module, datamodule=data)
+    peak = torch.cuda.max_memory_allocated() / MIB if device.type == "cuda" else None
+    workers = 1 if strategy is None else check.num_blocks
+    timed = (check.steps - check.timed_from) * check.batch_size * check.window_bytes
+    return {
+        "arm": name,
+        "tokens": check.tokens,
+        "tokens_per_s": timed / clock.seconds,
+        "worker_tokens_per_s": workers * timed / clock.seconds,
+        "worker_mib": worker_mib(module, strategy is not None, optimizer.worker_bytes),
+        "peak_mib": peak,
+        "exits": exit_nats(module, check, data, device),
+    }
+
+
+def worker_mib(module: Any, is_cut: bool, optimizer_bytes: int) -> float:
+    """Return the MiB that the largest worker trains with: weights, gradients, and its optimizer's state as measured."""
+    sizes = [sum(t.numel() for t in worker) for worker in trained_of(module)] if is_cut else []
+    size = max(sizes, default=sum(parameter.numel() for parameter in module.parameters()))
+    return (8 * size + optimizer_bytes) / MIB
+
+
+def trained_of(module: Any) -> list[list[torch.Tensor]]:
+    """Return the parameters of every block together with the interface."""
+    from lightning_blocktrain.partition import as_layout, partition
+
+    cut = partition(module, as_layout(module.configure_blocks()))
+    own = dict(module.named_parameters())
+    interface = [own[name] for name in cut.interface_names if name in own]
+    return [interface + [own[name] for name in names if name in own] for names in cut.block_names]
+
+
+@torch.no_grad()
+def exit_nats(module: Any, check: Check, data: ByteDataModule, device: torch.device) -> list[float]:
+    """Return nats per byte of test at every exit."""
+    data.setup("test")
+    module.to(device).eval()
+    totals, num_bytes = torch.zeros(module.num_blocks, dtype=torch.float64), 0
+    for idx, (inputs, targets) in enumerate(data.test_dataloader()):
+        if idx == check.eval_batches:
+            break
+        nats = module.exit_nats((inputs.to(device), targets.to(device)), idx)
+        totals += nats.double().sum((1, 2)).cpu()
+        num_bytes += nats[0].numel()
+    module.cpu()
+    return list((totals / num_bytes).tolist())
+
+
+def table(rows: Sequence[dict[str, Any]]) -> str:
+    """Return the rows as a table in Markdown, each beside the first."""
+    titles = ["arm", "tokens", "nats per byte", "minus causal L", "exits", "tokens/s", "of all workers"]
+    titles += ["worker, MiB", "peak, MiB"]
+    lines = [f"| {' | '.join(titles)} |", f"| --- |{' ---: |' * (len(titles) - 1)}"]
+    for row in rows:
+        ce, peak = row["exits"][-1], row["peak_mib"]
+        cells = [row["arm"], f"{row['tokens']:,}", f"{ce:.3f}", f"{ce - rows[0]['exits'][-1]:+.3f}"]
+        cells += [" ".join(f"{value:.3f}" for value in row["exits"]), f"{row['tokens_per_s']:,.0f}"]
+        cells += [f"{row['worker_tokens_per_s']:,.0f}", f"{row['worker_mib']:,.0f}", f"{peak:,.0f}" if peak else "-"]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def corpus_options(path: Path | None, folder: Path) -> dict[str, str]:
+    """Return ``ByteDataModule``'s corpus: the parts of a file, or the embedded text."""
+    if path is None:
+        return {"corpus": "python-docs"}
+    from benchmarks.pipeline_corpora import split_text, write_corpus
+
+    return write_corpus("text", split_text(path.read_bytes()), folder).options
+
+
+def main(argv: Sequence[str] | None = None) -> list[dict[str, Any]]:
+    """Train the arms, print the table and return the rows."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--corpus", type=Path, help="a text (default: the embedded corpus)")
+    add("--arms", nargs="+", choices=ARMS, default=list(ARMS))
+    add("--steps", type=int, default=Check.steps, help="of every control, and of every block")
+    add("--seconds", type=float, default=330.0, help="no arm is begun that is not likely to end before")
+    add("--accelerator", choices=["gpu", "cpu"], default="gpu")
+    add("--tiny", action="store_true", help="a tiny model: shows that it runs")
+    add("--json", type=Path, help="file for the rows")
+    args = parser.parse_args(argv)
+    if args.accelerator == "gpu" and not torch.cuda.is_available():
+        parser.error("--accelerator gpu needs a CUDA device; torch finds none; use --accelerator cpu --tiny to try it")
+    check = TINY if args.tiny else replace(Check(), steps=args.steps)
+    if check.steps <= check.timed_from:
+        parser.error(f"--steps must be above {check.timed_from}, which are not timed; got {check.steps}; use 500")
+    warnings.filterwarnings("ignore")
+    torch.set_float32_matmul_precision("high")
+    device = torch.device("cuda" if args.accelerator == "gpu" else "cpu")
+    rows: list[dict[str, Any]] = []
+    began_s, longest_s = time.perf_counter(), 0.0
+    with tempfile.TemporaryDirectory() as folder:
+        options = corpus_options(args.corpus, Path(folder))
+        data = ByteDataModule(window_bytes=check.window_bytes, batch_size=check.batch_size, seed=1, **options)  # type: ignore[arg-type]
+        for name in args.arms:
+            begin_s = time.perf_counter()
+            if rows and begin_s - began_s + longest_s > args.seconds:
+                print(f"{name}: left out, {args.seconds:g} s would not do")
+                continue
+            rows.append(run(name, check, data, device))
+            longest_s = max(longest_s, time.perf_counter() - begin_s)
+            print(
+                f"{name}: {rows[-1]['exits'][-1]:.3f} nats per byte, {time.perf_counter() - begin_s:.0f} s", flush=True
+            )
+    named = torch.cuda.get_device_name() if device.type == "cuda" else "the CPU"
+    print(f"\non {named}, torch {torch.__version__}, one seed, workers simulated one after the other\n\n{table(rows)}")
+    if args.json:
+        args.json.write_text(json.dumps({"device": named, "check": asdict(check), "rows": rows}, indent=1) + "\n")
+    return rows
+
+
+if __name__ == "__main__":
+    main()
