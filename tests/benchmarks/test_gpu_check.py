@@ -32,7 +32,7 @@ def test_all_arms_are_trained_on_a_file(tmp_path: Path, capsys: pytest.CaptureFi
 
 
 def test_memory_of_a_worker_is_that_of_its_block_and_the_interface() -> None:
-    model = ByteTransformer(4, 2, 16, 2, 16, exits="own")
+    model = ByteTransformer(num_layers=4, num_blocks=2, width=16, num_heads=2, window_bytes=16, exits="own")
     assert len(trained_of(model)) == 2
     sizes = [sum(t.numel() for t in worker) for worker in trained_of(model)]
     assert all(size < sum(parameter.numel() for parameter in model.parameters()) for size in sizes)
