@@ -75,7 +75,8 @@ def lines_of(found: dict[str, Any]) -> Iterator[str]:
             f"no relay, untrained, width {tcp['width']}, {tcp['num_layers']} layers, {tcp['length']} bytes in one sweep"
         )
         yield f"{shape}: {tcp['a_s']:.3f} s over TCP, {tcp['b_s']:.3f} s in one process"
-        yield f"  ratio {tcp['ratio']:.3f} (95 % {tcp['low']:.3f} to {tcp['high']:.3f}, {tcp['num_pairs']} pairs)"
+        interval = "" if math.isnan(tcp["low"]) else f"95 % {tcp['low']:.3f} to {tcp['high']:.3f}, "
+        yield f"  ratio {tcp['ratio']:.3f} ({interval}{tcp['num_pairs']} pairs)"
         planned = f"sweep {tcp['planned_over_measured_sweep']:.2f}, plain {tcp['planned_over_measured_plain']:.2f}"
         yield f"  planned / measured time: {planned}"
         weights = f"its block and interface {tcp['block_and_interface_mib']:.1f} MiB"

@@ -37,7 +37,7 @@ def block_numbers(text: str) -> tuple[int, ...]:
 
 def _whole_number(text: str, minimum: int) -> int:
     if not text.isascii() or not text.isdecimal() or not minimum <= int(text) < 2**63:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least {minimum}")
+        raise argparse.ArgumentTypeError(f"{text!r:.60} is not a whole number in {minimum} .. 2**63 - 1")
     return int(text)
 
 
@@ -54,6 +54,14 @@ def above_0(text: str) -> float:
     value = number(text)
     if not 0 < value < math.inf:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
+    return value
+
+
+def speed(text: str) -> float:
+    """Return a speed between a thousandth of its unit and a million times it."""
+    value = number(text)
+    if not 1e-3 <= value <= 1e6:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number in 0.001 .. 1000000")
     return value
 
 

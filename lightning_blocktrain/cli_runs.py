@@ -40,6 +40,7 @@ from lightning_blocktrain.transport.address import (
     URL,
     check_sendable,
     given_cafile,
+    is_name,
     split_urls,
 )
 
@@ -239,7 +240,8 @@ def parse_listen(text: str, default: str = DEFAULT_LISTEN) -> tuple[str, int]:
     """
     host, colon, port = text.rpartition(":")
     is_bare_v6 = ":" in host and not (host.startswith("[") and host.endswith("]"))
-    if not colon or is_bare_v6 or not (port.isascii() and port.isdecimal()) or int(port) > 65535:
+    fits = colon and not is_bare_v6 and is_name(host.strip("[]")) and port.isascii() and port.isdecimal()
+    if not fits or int(port) > 65535:
         rule = "listen must be HOST:PORT with a port of 0 to 65535"
         raise ValueError(explain(rule, f"listen={text!r:.100}", f"the default is {default}"))
     return host.strip("[]") or "127.0.0.1", int(port)

@@ -7,13 +7,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from lightning_blocktrain.cli_options import above_0, at_least_0, at_least_1, block_numbers, command, from_0
+from lightning_blocktrain.cli_options import above_0, at_least_0, at_least_1, block_numbers, command, from_0, speed
 from lightning_blocktrain.cli_runs import parse_listen, plain_warnings
 from lightning_blocktrain.errors import explain
 from lightning_blocktrain.transport.address import TOKEN, check_sendable
 
 DEFAULT_LISTEN = "127.0.0.1:29500"
 DEFAULT_COMPLETIONS = "127.0.0.1:8000"
+THREADS_PER_CORE = 4
 
 
 def add_serving_commands(commands: Any) -> None:
@@ -115,7 +116,11 @@ def _add_serve(commands: Any) -> None:
         default=16,
         help="walks of different texts to run at once; 1: the last bits never depend on other texts (default: 16)",
     )
-    serve.add_argument("--threads", type=at_least_1, help="threads that compute (default: torch's own choice)")
+    serve.add_argument(
+        "--threads",
+        type=at_least_1,
+        help="threads that compute; 1 where several hosts share a machine (default: one per core)",
+    )
     serve.set_defaults(run=run_serve)
 
 
@@ -169,9 +174,9 @@ def _add_plan(commands: Any) -> None:
     plan.add_argument("--wire", choices=["fp32", "bf16"], default="fp32", help="of states (default: fp32)")
     plan.add_argument("--rtt-ms", type=from_0, default=0.0, help="round trip of every link, ms (default: 0)")
     plan.add_argument("--mbit-s", type=above_0, help="bandwidth of every link, Mbit/s (default: no limit)")
-    plan.add_argument("--tflops", type=above_0, help="TFLOP/s of a host, instead of this machine's")
+    plan.add_argument("--tflops", type=speed, help="TFLOP/s of a host, instead of this machine's")
     plan.add_argument(
-        "--memory-gb-s", type=above_0, help="GB/s at which a host reads its weights, instead of this machine's"
+        "--memory-gb-s", type=speed, help="GB/s at which a host reads its weights, instead of this machine's"
     )
     plan.set_defaults(run=run_plan)
 
@@ -246,12 +251,16 @@ def run_serve(options: argparse.Namespace) -> int:
     from lightning_blocktrain.serving.process import HostSettings, serve_blocks
 
     if options.threads is not None:
+        most = THREADS_PER_CORE * (os.cpu_count() or 1)
+        if options.threads > most:
+            rule = f"--threads must be at most {most}, {THREADS_PER_CORE} for each core"
+            raise ValueError(explain(rule, f"--threads {options.threads}", "use one per core or fewer"))
         torch.set_num_threads(options.threads)
 
     def announce(server: BlockServer) -> None:
         facts = server.facts
-        blocks = ", ".join(map(str, facts.blocks))
-        print(f"Blocks {blocks} of {facts.num_blocks}, version {facts.version}, {facts.dtype}: {server.address}")
+        blocks = ("Block " if len(facts.blocks) == 1 else "Blocks ") + ", ".join(map(str, facts.blocks))
+        print(f"{blocks} of {facts.num_blocks}, version {facts.version}, {facts.dtype}: {server.address}")
         print("Ctrl-C ends it.", flush=True)
 
     with plain_warnings():

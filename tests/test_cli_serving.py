@@ -72,6 +72,16 @@ def test_generate_prints_the_same_from_hosts_as_from_the_checkpoint(
         ),
         (["export", "CKPT", ".", "--exit", "1"], "must be written to a file; got ., a folder"),
         (["serve", "."], "must hold an exported model"),
+        (
+            ["serve", "CKPT", "--listen", "a..b:29500"],
+            "listen must be HOST:PORT with a port of 0 to 65535; got listen='a..b:29500'",
+        ),
+        (["completions", "--route", "a..b:1"], "must be host:port or tls://host:port; got address='a..b:1'"),
+        (["serve", "CKPT", "--threads", "100000"], "for each core; got --threads 100000; use one per core"),
+        (
+            ["plan", "--width", "64", "--num-layers", "3", "--window-bytes", "2000000"],
+            "window_bytes in 1 .. 1048576; got",
+        ),
     ],
     ids=str,
 )
@@ -89,6 +99,20 @@ def test_wrong_input_is_one_line_and_leaves_no_file(
     assert main([known.get(word, word) for word in arguments]) == 2
     assert words in one_error_line(capsys)
     assert {entry.name for entry in tmp_path.rglob("*")} == {"model.ckpt", "empty"}
+
+
+def test_an_authority_that_is_not_there_is_refused_before_anything_is_served(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("BLOCKTRAIN_CAFILE", "/nope/ca.pem")
+    assert main(["serve", saved(causal("features"), tmp_path)]) == 2
+    assert "the file of the authority must exist; got BLOCKTRAIN_CAFILE=/nope/ca.pem" in one_error_line(capsys)
+
+
+@pytest.mark.parametrize("text", ["1e308", "1e-320", "0", "nan", "fast"])
+def test_a_speed_that_no_host_has_is_refused(text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--width", "64", "--num-layers", "3", "--tflops", text, "--memory-gb-s", "10"]) == 2
+    assert f"'{text}' is not a number in 0.001 .. 1000000" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("arguments", [["serve", "CKPT"], ["generate", "--route", "127.0.0.1:1", "--prompt", "a"]])

@@ -117,12 +117,18 @@ def load_blocks(path: Path, blocks: Sequence[int] | None, dtype: str = "fp32") -
     if wrong or not blocks or len(set(blocks)) < len(blocks):
         rule = f"blocks must name blocks of the model, 0 to {manifest.num_blocks - 1}, each once"
         raise ValueError(explain(rule, f"blocks={list(blocks)}", "choose one or more of them"))
-    with torch.device("meta"):
-        model = CLASSES[manifest.model_class](**manifest.arguments)
+    try:
+        with torch.device("meta"):
+            model = CLASSES[manifest.model_class](**manifest.arguments)
+        names = entry_names(model)
+        if names.keys() != manifest.digests.keys():
+            raise ValueError(f"entries {', '.join(sorted(manifest.digests))}")
+    except (TypeError, ValueError) as exc:
+        rule = "the manifest must describe a model of ours and all of its entries"
+        raise CheckpointMismatchError(explain(rule, f"{path} ({exc})", "export the checkpoint again")) from exc
     tensors: dict[str, Tensor] = {}
     for name in (INTERFACE, *map(block_entry, blocks)):
         tensors |= cast(stored(name), DTYPES[dtype])
-    names = entry_names(model)
     wanted = {name for entry in (INTERFACE, *map(block_entry, blocks)) for name in names[entry]}
     misfit = sorted(wanted ^ tensors.keys())
     misfit += [n for n, p in model.named_parameters() if n in tensors and p.shape != tensors[n].shape]

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Self
 
 from lightning_blocktrain.errors import explain
-from lightning_blocktrain.transport.address import given_cafile
+from lightning_blocktrain.transport.address import given_cafile, is_name
 
 TLS = "tls://"
 
@@ -33,7 +33,14 @@ class Address:
         """
         host, _, port = text.removeprefix(TLS).rpartition(":")
         bare = host.removeprefix("[").removesuffix("]")
-        fits = bare and bare.isprintable() and not set(bare) & set(" /@[]") and port.isascii() and port.isdecimal()
+        fits = (
+            bare
+            and is_name(bare)
+            and bare.isprintable()
+            and not set(bare) & set(" /@[]")
+            and port.isascii()
+            and port.isdecimal()
+        )
         if not fits or not 1 <= int(port) <= 65535 or (":" in bare and not host.startswith("[")):
             rule = "an address must be host:port or tls://host:port"
             raise ValueError(explain(rule, f"address={text!r:.80}", "correct it, for example 10.0.0.7:29500"))

@@ -40,7 +40,7 @@ from lightning_blocktrain.serving.block_host import BlockHost, Facts, HostBusyEr
 from lightning_blocktrain.serving.errand import Errand, decision_message, errand_message, errand_of
 from lightning_blocktrain.serving.hello import HELLO_TIMEOUT_S, MAX_HELLO_BYTES, PROTOCOL, open_link
 from lightning_blocktrain.serving.link import Link, fields_of
-from lightning_blocktrain.transport.address import listening_error
+from lightning_blocktrain.transport.address import TOKEN, listening_error
 from lightning_blocktrain.transport.wire import Frame
 
 log = logging.getLogger(__name__)
@@ -128,7 +128,7 @@ class BlockServer:
         name, port = self._listen
         try:
             self._server = await asyncio.start_server(self._serve, name, port, ssl=self._tls, limit=2**18)
-        except OSError as exc:
+        except (OSError, UnicodeError) as exc:
             raise listening_error(exc, name, port) from exc
         self.address = Address(name, self._server.sockets[0].getsockname()[1], self._tls is not None)
         self._spawn(self._work())
@@ -214,7 +214,7 @@ class BlockServer:
             return "busy", "Too many wrong tokens from this address."
         if not same_text(token, self._token):
             self._guard.note(peer, now)
-            return "unauthorised", "The host does not take this token."
+            return "unauthorised", f"The host does not take this token: {TOKEN} must be the same everywhere."
         if protocol != PROTOCOL:
             return "refused", f"The host speaks protocol {PROTOCOL}, not {protocol}."
         return None
@@ -352,7 +352,7 @@ class BlockServer:
                 reason = str(exc) or type(exc).__name__
                 # What waits behind it would wait as long for the same answer.
                 for failed in (errand, *forwarder.waiting()):
-                    message = f"The host {forwarder.address} of block {failed.next_block} is not reached: {reason}"
+                    message = f"The host {forwarder.address} of block {failed.next_block} is not reached: {reason}."
                     await self._fail(failed, "unreachable", message, forwarder.address)
 
 

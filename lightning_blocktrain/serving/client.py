@@ -5,6 +5,7 @@ that live, and the text goes on. Random numbers belong to positions, so it goes 
 """
 
 import itertools
+import logging
 import os
 import random
 from collections.abc import Generator, Iterator, Sequence
@@ -31,6 +32,8 @@ from lightning_blocktrain.serving.errand import Errand
 from lightning_blocktrain.serving.fleet import Fleet, HostLostError, NeighbourLostError, Patience
 from lightning_blocktrain.transport.address import TOKEN
 from lightning_blocktrain.transport.loop import LoopThread
+
+log = logging.getLogger(__name__)
 
 MAX_MOVES = 8
 """Times that a walk is tried on other hosts before it fails."""
@@ -255,6 +258,7 @@ class RemoteWalker:
                 lost = exc
                 self.num_moves += 1
                 if isinstance(exc, NeighbourLostError) and self._fleet.reaches(exc.address):
+                    log.warning("%s States of this text go through the client from here on, more slowly.", exc)
                     self._chained = False
                 self._leave()
             else:

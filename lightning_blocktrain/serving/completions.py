@@ -259,7 +259,7 @@ class CompletionServer:
         try:
             values = json.loads(text)
         except (ValueError, RecursionError) as exc:
-            raise Refused(400, "malformed", "The body must be JSON.") from exc
+            raise Refused(400, "malformed", f"The body must be JSON; {exc}.") from exc
         if not isinstance(values, dict):
             raise Refused(400, "malformed", "The body must be a JSON object.")
         return values

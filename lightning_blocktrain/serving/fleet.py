@@ -127,12 +127,12 @@ class Fleet:
             for address, outcome in zip(wanted, found, strict=True):
                 why = outcome if isinstance(outcome, str) else self._reason_against(outcome)
                 if why is not None:
-                    self._lost[address] = (time.monotonic(), why)
+                    self._lost[address] = (time.monotonic(), why.rstrip("."))
                 if not isinstance(outcome, str):
                     await self._admit(outcome, why)
         if self.facts is None:
             reasons = "; ".join(f"{address}: {why}" for address, (_, why) in self._lost.items())
-            raise HostLostError(f"No host of the route is reached: {reasons}")
+            raise HostLostError(f"No host of the route is reached: {reasons}; start them, or correct the route.")
         return self.facts
 
     def _may_dial(self, address: Address, now: float) -> bool:
@@ -208,7 +208,8 @@ class Fleet:
             if not able:
                 served = [f"{a} serves {list(c.facts.blocks)}" for a, c in self._connections.items()]
                 known = "; ".join([*served, *(f"{a}: {why}" for a, (_, why) in self._lost.items())])
-                raise HostLostError(f"Block {block_idx} is served by no host that is reached: {known}.")
+                fix = f"start a replica with --blocks {block_idx}, or name it in the route"
+                raise HostLostError(f"Block {block_idx} is served by no host that is reached: {known}; {fix}.")
             chosen = able[turn % len(able)]
             path.append(chosen.address)
             while block_idx in chosen.facts.blocks:
@@ -367,7 +368,7 @@ class Fleet:
         connection = self._connections.pop(address, None)
         if connection is None:
             return
-        self._lost[address] = (time.monotonic(), why)
+        self._lost[address] = (time.monotonic(), why.rstrip("."))
         for future, path in self._awaited.values():
             if address in path and not future.done():
                 _give_up(future, self._lost_error(address))

@@ -41,7 +41,7 @@ async def _greet(link: Link, token: str, client: str) -> dict[str, Any]:
     await link.send({"kind": "hello", "protocol": PROTOCOL, "token": token, "client": client})
     frame = await link.receive(MAX_HELLO_BYTES)
     if frame is None:
-        raise ConnectionResetError("The host ended the connection.")
+        raise ConnectionResetError("The host ended the connection; one that speaks TLS is tls://HOST:PORT.")
     if frame.header.get("kind") == "refused":
         raise ConnectionRefusedError(str(frame.header.get("message"))[:500])
     (facts,) = fields_of(frame, "welcome", facts=dict)

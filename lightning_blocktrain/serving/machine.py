@@ -61,11 +61,15 @@ def measured_machine(width: int = 512, positions: int = 128, dtype: str = "fp32"
     # Bytes one by one are decided after a context, of which the keys and values are kept: an output's, on average.
     context = max(1, positions // 2)
     layer_s = seconds(tiny, context, 1, 32)
-    many, one = seconds(layers, 0, positions, width) - layer_s, seconds(layers, context, 1, width) - layer_s
+    many, one = (
+        # Where a layer is so small that its calls are all there is, what is left says nothing: a tenth, then.
+        max(total - layer_s, total / 10)
+        for total in (seconds(layers, 0, positions, width), seconds(layers, context, 1, width))
+    )
     flops = 2 * positions * shape.layer_parameters + 2 * positions**2 * width
     reading = shape.layer_parameters * DTYPE_BYTES[dtype]
     walks = measured_walks(positions, layer_s, repeats)
-    return Machine(flops / max(many, 1e-9), reading / max(one, 1e-9), layer_s, *walks)
+    return Machine(flops / many, reading / one, layer_s, *walks)
 
 
 def measured_walks(positions: int, layer_s: float, repeats: int) -> tuple[float, float, float]:

@@ -15,6 +15,7 @@ from lightning_blocktrain.models.transformer import VOCABULARY
 DTYPE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 GIVEN_LAYER_S, GIVEN_HOP_S = 1e-4, 1e-3
 """Assumed of a host that is described by its speeds alone: a dozen kernel launches a layer, and a walk's handling."""
+MAX_WINDOW_BYTES = 2**20
 MESSAGE_BYTES = 720
 """Of a walk's message beside its inputs and its state: header, names, digest."""
 DECISION_BYTES = 5
@@ -48,8 +49,11 @@ class ServedShape:
 
     def __post_init__(self) -> None:
         numbers = {"width": self.width, "num_layers": self.num_layers, "num_blocks": self.num_blocks}
-        if min(*numbers.values(), self.window_bytes) < 1 or self.width % 2:
-            rule = "num_layers, num_blocks and window_bytes must be at least 1, and width an even number from 2 on"
+        if min(*numbers.values()) < 1 or not 1 <= self.window_bytes <= MAX_WINDOW_BYTES or self.width % 2:
+            rule = (
+                "num_layers and num_blocks must be at least 1, width an even number from 2 on, and window_bytes in "
+                f"1 .. {MAX_WINDOW_BYTES}"
+            )
             got = ", ".join(f"{name}={value}" for name, value in numbers.items())
             raise ValueError(explain(rule, f"{got}, window_bytes={self.window_bytes}", "correct them"))
         if self.num_layers % self.num_blocks:

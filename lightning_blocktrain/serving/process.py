@@ -13,6 +13,7 @@ from typing import Protocol, TypeVar
 from lightning_blocktrain.models.block_files import load_blocks
 from lightning_blocktrain.serving.block_host import BlockHost
 from lightning_blocktrain.serving.block_server import BlockServer, HostLimits
+from lightning_blocktrain.transport.address import given_cafile
 from lightning_blocktrain.transport.site import server_tls
 
 
@@ -48,8 +49,9 @@ def open_server(settings: HostSettings) -> BlockServer:
 
     Raises:
         CheckpointMismatchError: If there is no such model.
-        ValueError: If it has no such block, or the certificate cannot be used.
+        ValueError: If it has no such block, or a certificate cannot be used.
     """
+    given_cafile()  # other hosts are checked against it: refused here rather than when the first walk goes on
     tls = server_tls(settings.listen[0], settings.certfile, settings.keyfile)
     model, manifest = load_blocks(settings.path, settings.blocks, settings.dtype)
     blocks = range(manifest.num_blocks) if settings.blocks is None else settings.blocks

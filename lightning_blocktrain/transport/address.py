@@ -68,16 +68,25 @@ def is_loopback(host: str) -> bool:
         return False
 
 
-def listening_error(exc: OSError, host: str, port: int) -> Exception:
+def is_name(host: str) -> bool:
+    """Tell whether a host can have this name."""
+    try:
+        host.encode("idna")
+    except UnicodeError:
+        return False
+    return True
+
+
+def listening_error(exc: OSError | UnicodeError, host: str, port: int) -> Exception:
     """Return what to raise where nobody can listen at an address.
 
     Args:
-        exc: What the system said.
+        exc: What the system said, or what said that no host can have this name.
         host: Name or address.
         port: Its port.
     """
     got = f"host={host}, port={port}"
-    if exc.errno == errno.EADDRINUSE:
+    if isinstance(exc, OSError) and exc.errno == errno.EADDRINUSE:
         fix = "stop who listens there, or choose another port (0: any free one)"
         return PortInUseError(explain("the address must be free", got, fix))
     fix = "listen on 127.0.0.1, 0.0.0.0 or an address of this machine, and a port that you may use"

@@ -52,7 +52,7 @@ async def listen(runner: web.AppRunner, host: str, port: int, tls: ssl.SSLContex
     """
     try:
         await web.TCPSite(runner, host, port, ssl_context=tls).start()
-    except OSError as exc:
+    except (OSError, UnicodeError) as exc:
         raise listening_error(exc, host, port) from exc
     shown = f"[{host}]" if ":" in host else host
     return f"{'https' if tls else 'http'}://{shown}:{runner.addresses[0][1]}"

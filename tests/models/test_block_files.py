@@ -159,6 +159,24 @@ def test_arguments_that_do_not_fit_the_weights_are_refused(tmp_path: Path) -> No
         load_blocks(tmp_path / "m", [1])
 
 
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"arguments": {"foo": 1}}, "must describe a model of ours and all of its entries; got .*foo"),
+        ({"arguments": {"num_layers": 5}}, "must describe a model of ours"),
+        ({"digests": {"block0": "0"}}, "must describe a model of ours and all of its entries; got .*entries block0"),
+    ],
+)
+def test_a_manifest_that_describes_no_model_is_refused(changes: dict[str, Any], words: str, tmp_path: Path) -> None:
+    write_blocks(causal("features"), tmp_path / "m")
+    there = read_manifest(tmp_path / "m")
+    merged = {"arguments": {**there.arguments, **changes.get("arguments", {})}}
+    crafted = replace(there, **{**changes, **merged})
+    _edit(tmp_path / "m", arguments=crafted.arguments, digests=crafted.digests, version=crafted.version)
+    with pytest.raises(CheckpointMismatchError, match=words):
+        load_blocks(tmp_path / "m", [1])
+
+
 @pytest.mark.parametrize("kind", [ByteTransformer, DiffusionBlocks])
 def test_a_model_with_every_default_survives(kind: type[Model], tmp_path: Path) -> None:
     model = kind(num_layers=4, num_blocks=2, width=32).eval()
