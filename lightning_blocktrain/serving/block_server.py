@@ -49,7 +49,7 @@ CODES = {SessionLostError: "lost", HostBusyError: "busy"}
 """Why a walk cannot go on here though it may elsewhere."""
 FRAME_BYTES = 2**16
 """Most bytes of a walk's message beside its state."""
-MAX_OVER = 1024
+MAX_OVER = 256
 """Sessions of a client that ended last and are known as over: a walk that comes after its session's end comes soon."""
 
 
@@ -103,8 +103,8 @@ class BlockServer:
         self._thread = ThreadPoolExecutor(1, "blocktrain-blocks")
         self._server: asyncio.Server | None = None
         self._clients: dict[str, Link] = {}
-        self._over: dict[str, dict[int, None]] = {}
-        """Per client, the sessions that ended last, in this order."""
+        self._over: dict[str, deque[int]] = {}
+        """Per client, the sessions that ended last."""
         self._next: dict[Address, _Forwarder] = {}
         self._waiting: deque[Errand] = deque()
         self._arrived = asyncio.Event()
@@ -243,15 +243,12 @@ class BlockServer:
     async def _end_session(self, client: str, session: int) -> None:
         """Forget a session; walks of it that wait, or are still to come from another host, do not bring it back."""
         if client in self._clients:
-            over = self._over.setdefault(client, {})
-            over[session] = None
-            if len(over) > MAX_OVER:
-                del over[next(iter(over))]
+            self._over.setdefault(client, deque(maxlen=MAX_OVER)).append(session)
         await self._in_thread(self._host.forget, client, session)
 
     def _is_wanted(self, errand: Errand) -> bool:
         """Tell whether a walk's client is here and its session not over: what it left would stay for ever."""
-        return errand.client in self._clients and errand.session not in self._over.get(errand.client, {})
+        return errand.client in self._clients and errand.session not in self._over.get(errand.client, ())
 
     async def _take(self, frame: Frame, link: Link) -> None:
         kind = frame.header.get("kind")
