@@ -16,6 +16,7 @@ import time
 import warnings
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -174,20 +175,18 @@ def trained_of(module: Any) -> list[list[torch.Tensor]]:
     return [interface + [own[name] for name in names if name in own] for names in cut.block_names]
 
 
-@torch.no_grad()
 def exit_nats(module: Any, check: Check, data: ByteDataModule, device: torch.device) -> list[float]:
     """Return nats per byte of test at every exit."""
+    from lightning_blocktrain.demo.arms import mean_exit_nats
+
     data.setup("test")
-    module.to(device).eval()
-    totals, num_bytes = torch.zeros(module.num_blocks, dtype=torch.float64), 0
-    for idx, (inputs, targets) in enumerate(data.test_dataloader()):
-        if idx == check.eval_batches:
-            break
-        nats = module.exit_nats((inputs.to(device), targets.to(device)), idx)
-        totals += nats.double().sum((1, 2)).cpu()
-        num_bytes += nats[0].numel()
+    batches = islice(data.test_dataloader(), check.eval_batches)
+    with torch.no_grad():
+        exits, _ = mean_exit_nats(
+            module.to(device).eval(), [(inputs.to(device), targets.to(device)) for inputs, targets in batches]
+        )
     module.cpu()
-    return list((totals / num_bytes).tolist())
+    return exits
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:

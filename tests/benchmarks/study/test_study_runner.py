@@ -13,8 +13,8 @@ from benchmarks.study.kinds import KINDS, Kind
 from benchmarks.study.ledger import Ledger
 from benchmarks.study.protocol import Run, parse
 from benchmarks.study.runner import Progress, RunError, run_missing, train_apart
-from tests.benchmarks.study.test_ledger import CORPORA, protocol, result
-from tests.benchmarks.study.test_protocol import text_of
+from tests.benchmarks.study.test_study_ledger import CORPORA, protocol, result
+from tests.benchmarks.study.test_study_protocol import text_of
 
 FILES = {name: Corpus(name, {}) for name in CORPORA}
 

@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks.study.ledger import Ledger, rows_of
 from benchmarks.study.protocol import Protocol, ProtocolError, parse
-from tests.benchmarks.study.test_protocol import text_of
+from tests.benchmarks.study.test_study_protocol import text_of
 
 CORPORA = {"a": "f" * 64, "b": "e" * 64}
 

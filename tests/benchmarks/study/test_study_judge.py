@@ -14,7 +14,7 @@ from benchmarks.study.statistics import (
     ratio_interval,
     t_interval,
 )
-from tests.benchmarks.study.test_protocol import text_of
+from tests.benchmarks.study.test_study_protocol import text_of
 
 PAPER_MEAN, PAPER_SD = 0.841, 1.315
 

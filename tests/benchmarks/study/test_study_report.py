@@ -10,8 +10,8 @@ from benchmarks.study.__main__ import write_report
 from benchmarks.study.protocol import FIGURES, parse
 from benchmarks.study.render import markdown, page
 from benchmarks.study.report import Folded, Heading, Items, Picture, Table, Text, report
-from tests.benchmarks.study.test_ledger import CORPORA, protocol
-from tests.benchmarks.study.test_protocol import text_of
+from tests.benchmarks.study.test_study_ledger import CORPORA, protocol
+from tests.benchmarks.study.test_study_protocol import text_of
 from tests.coordinator.browser import browser, needs_browser
 
 BITS = {"bp": 2.0, "rgc": 2.01, "live": 2.2}
