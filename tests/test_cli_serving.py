@@ -163,7 +163,7 @@ def test_three_processes_serve_a_fourth_and_end_at_a_signal(tmp_path: Path, caps
     try:
         lines = [host.stdout.readline() for host in hosts if host.stdout is not None]
         route = ",".join(line.rsplit(" ", 1)[1].strip() for line in lines)
-        assert [line.startswith(f"Blocks {idx} of 3, version ") for idx, line in enumerate(lines)] == [True] * 3
+        assert [line.startswith(f"Block {idx} of 3, version ") for idx, line in enumerate(lines)] == [True] * 3
         assert main(["generate", "--route", route, *GENERATE]) == 0
         assert capsys.readouterr().out.strip("\n") == expected
         for host, number in zip(hosts, (signal.SIGINT, signal.SIGTERM, signal.SIGINT), strict=True):
