@@ -132,7 +132,7 @@ def judge(criterion: Criterion, found: Comparison | None, corpus: str) -> Verdic
         return _verdict(criterion, corpus, "met" if met else "not met", text)
     if criterion.rule == "ratio_at_least":
         ratio = found.ratio
-        text = f"{title}: {_interval(ratio, '.3f')} times, {_pairs(number)} ({asked})"
+        text = f"{title}: {interval_text(ratio, '.3f')} times, {_pairs(number)} ({asked})"
         return _verdict(criterion, corpus, "met" if ratio.mean >= criterion.limit else "not met", text)
     if number < 2:
         text = f"{title}: {found.gap.mean:+.3f} %, and one pair says nothing of its spread ({asked})"
@@ -186,7 +186,8 @@ def _pairs(number: int) -> str:
     return f"{number} pair{'s' * (number != 1)}"
 
 
-def _interval(interval: Interval, form: str) -> str:
+def interval_text(interval: Interval, form: str) -> str:
+    """Return a mean with its interval, where there is one."""
     mean = format(interval.mean, form)
     return mean if math.isnan(interval.low) else f"{mean} ({interval.low:{form}} to {interval.high:{form}})"
 

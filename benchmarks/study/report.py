@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from benchmarks.study.figures import FIGURES
-from benchmarks.study.judge import Comparison, Row, by_seed, compare, summary, verdicts
+from benchmarks.study.judge import Comparison, Row, by_seed, compare, interval_text, summary, verdicts
 from benchmarks.study.protocol import Part, Protocol
-from benchmarks.study.statistics import Interval, t_interval
+from benchmarks.study.statistics import t_interval
 
 
 @dataclass(frozen=True)
@@ -175,12 +175,6 @@ COMPARED: dict[str, tuple[tuple[str, ...], Callable[[Comparison | None], list[st
     "ratio": (("/ {control}, 95 % t",), _ratio_cells),
 }
 """Per way to compare: the titles of its columns, and what fills them."""
-
-
-def interval_text(interval: Interval, form: str) -> str:
-    """Return a mean with its interval, where there is one."""
-    mean = format(interval.mean, form)
-    return mean if math.isnan(interval.low) else f"{mean} ({interval.low:{form}} to {interval.high:{form}})"
 
 
 def _mean(values: Sequence[float]) -> str:

@@ -14,6 +14,8 @@ import numpy as np
 from scipy.stats import bootstrap, nct, norm
 from scipy.stats import t as student_t
 
+from benchmarks.paired import half_width, summarise
+
 ALPHA = 0.05
 """Of each one-sided test."""
 
@@ -77,10 +79,7 @@ class Interval:
 
 def t_interval(values: Sequence[float]) -> Interval:
     """Return the mean and its t-interval."""
-    mean = statistics.mean(values)
-    if len(values) < 2:
-        return Interval(mean, math.nan, math.nan)
-    half = float(student_t.ppf(0.975, len(values) - 1)) * statistics.stdev(values) / math.sqrt(len(values))
+    mean, half = statistics.mean(values), half_width(values)
     return Interval(mean, mean - half, mean + half)
 
 
@@ -97,8 +96,8 @@ def bootstrap_interval(values: Sequence[float], seed: int = 0) -> Interval:
 
 def ratio_interval(pairs: Sequence[tuple[float, float]]) -> Interval:
     """Return the geometric mean of the ratios first / second, and its interval from their logarithms."""
-    logs = t_interval([math.log(first / second) for first, second in pairs])
-    return Interval(math.exp(logs.mean), math.exp(logs.low), math.exp(logs.high))
+    found = summarise(list(pairs))
+    return Interval(found.ratio, found.low, found.high)
 
 
 @dataclass(frozen=True)

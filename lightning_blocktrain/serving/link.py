@@ -18,6 +18,8 @@ from lightning_blocktrain.transport.wire import PREFIX, Frame, Outgoing, Receive
 
 READ_BYTES = 2**18
 FLUSH_S = 1.0
+IDLE_S = 60
+"""After so long without a word the system asks whether the other end is still there."""
 
 
 class _Store:
@@ -40,9 +42,6 @@ class Link:
         stall_timeout_s: A transfer without progress for so long raises ``TimeoutError``.
     """
 
-    IDLE_S = 60
-    """After so long without a word the system asks whether the other end is still there."""
-
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, stall_timeout_s: float) -> None:
         self._reader = reader
         self._writer = writer
@@ -54,7 +53,7 @@ class Link:
             with suppress(OSError):
                 sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
                 if hasattr(socket, "TCP_KEEPIDLE"):
-                    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, self.IDLE_S)
+                    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, IDLE_S)
 
     @property
     def peer(self) -> str:
