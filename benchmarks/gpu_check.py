@@ -1,4 +1,4 @@
-"""One look at a GPU: the paper's shape beside its controls at equal tokens, in a few minutes.
+"""One look at a GPU: the paper's shape beside its controls at equal tokens.
 
 ``python -m benchmarks.gpu_check [--corpus FILE] [--json FILE]`` trains d=512, B=3 blocks of 4 layers, windows of 256
 bytes, and prints tokens per second, memory and nats per byte. Without a GPU it refuses, unless ``--accelerator cpu``.
@@ -15,8 +15,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
-from itertools import islice
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +23,16 @@ import lightning as L
 import torch
 
 from lightning_blocktrain import BlockTrainStrategy, ByteDataModule, ByteTransformer, DiffusionBlocks
+from lightning_blocktrain.demo.arms import (
+    Arm,
+    OptimizerBytes,
+    common_arguments,
+    fit_trainer,
+    fresh_logger,
+    mean_exit_nats,
+    spaced_batches,
+)
+from lightning_blocktrain.demo.recipe import Recipe
 
 MIB = 2**20
 ARMS: dict[str, tuple[Any, dict[str, Any], dict[str, Any] | None]] = {
@@ -40,43 +49,25 @@ ARMS: dict[str, tuple[Any, dict[str, Any], dict[str, Any] | None]] = {
 """Per arm: the model, its options, and those of the strategy; None: end to end."""
 
 
-@dataclass(frozen=True)
-class Check:
-    """What is trained.
-
-    Args:
-        num_layers: L.
-        num_blocks: B.
-        width: D.
-        num_heads: H.
-        window_bytes: T.
-        batch_size: Windows per step of each worker.
-        steps: Of every control, and of every block.
-        warmup_steps: Linear warm-up; a cosine follows.
-        lr: Peak learning rate.
-        eval_batches: Batches of test that are scored.
-        timed_from: Step from which on it is timed.
-    """
-
-    num_layers: int = 12
-    num_blocks: int = 3
-    width: int = 512
-    num_heads: int = 8
-    window_bytes: int = 256
-    batch_size: int = 32
-    steps: int = 500
-    warmup_steps: int = 50
-    lr: float = 1e-3
-    eval_batches: int = 16
-    timed_from: int = 20
-
-    @property
-    def tokens(self) -> int:
-        """Tokens of a control, and of every block."""
-        return self.steps * self.batch_size * self.window_bytes
-
-
-TINY = Check(4, 2, 16, 2, 16, 4, 6, 1, 3e-3, 2, 2)
+PAPER = Recipe(
+    steps=500,
+    num_layers=12,
+    num_blocks=3,
+    width=512,
+    num_heads=8,
+    window_bytes=256,
+    batch_size=32,
+    lr=1e-3,
+    warmup_steps=50,
+    val_batches=0,
+    test_windows=512,
+    accelerator="gpu",
+)
+TINY = replace(
+    PAPER, steps=6, num_layers=4, num_blocks=2, width=16, num_heads=2, window_bytes=16, batch_size=4, test_windows=8
+)
+TIMED_FROM = {PAPER.width: 20, TINY.width: 2}
+"""Steps before the timed ones, by width."""
 
 
 class Clock(L.Callback):
@@ -107,54 +98,35 @@ def _now() -> float:
     return time.perf_counter()
 
 
-def run(name: str, check: Check, data: ByteDataModule, device: torch.device) -> dict[str, Any]:
+def run(name: str, recipe: Recipe, data: ByteDataModule) -> dict[str, Any]:
     """Train one arm and return what was measured."""
     kind, options, strategy = ARMS[name]
-    num_layers = check.num_layers // check.num_blocks if name == "causal L_b" else check.num_layers
+    is_cut, timed_from = strategy is not None, TIMED_FROM[recipe.width]
     L.seed_everything(1, verbose=False)
     module: Any = kind(
-        num_layers=num_layers,
-        num_blocks=1 if strategy is None else check.num_blocks,
-        width=check.width,
-        num_heads=check.num_heads,
-        window_bytes=check.window_bytes,
-        lr=check.lr,
-        warmup_steps=check.warmup_steps,
+        num_layers=recipe.layers_per_block if name == "causal L_b" else recipe.num_layers,
+        num_blocks=recipe.num_blocks if is_cut else 1,
+        **common_arguments(recipe),
         **options,
     )
-    from lightning_blocktrain.demo.arms import OptimizerBytes
-
-    clock, optimizer = Clock(check.timed_from), OptimizerBytes()
-    if device.type == "cuda":
+    make = (lambda: BlockTrainStrategy(average_decay=recipe.average_decay, **(strategy or {}))) if is_cut else None
+    clock, optimizer, on_gpu = Clock(timed_from), OptimizerBytes(), recipe.accelerator == "gpu"
+    if on_gpu:
         torch.cuda.reset_peak_memory_stats()
     with tempfile.TemporaryDirectory() as root:
-        trainer = L.Trainer(
-            strategy="auto" if strategy is None else BlockTrainStrategy(average_decay=0.9, **strategy),
-            accelerator="gpu" if device.type == "cuda" else "cpu",
-            devices=1,
-            max_steps=check.steps,
-            max_epochs=-1,
-            gradient_clip_val=1.0,
-            limit_val_batches=0,
-            callbacks=[clock, optimizer],
-            logger=False,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-            default_root_dir=root,
-        )
-        trainer.fit(module, datamodule=data)
-    peak = torch.cuda.max_memory_allocated() / MIB if device.type == "cuda" else None
-    workers = 1 if strategy is None else check.num_blocks
-    timed = (check.steps - check.timed_from) * check.batch_size * check.window_bytes
+        # Controls get the running average of their weights that blocks have of their masters.
+        arm = Arm(name, name, lambda: module, make)
+        fit_trainer(arm, recipe, [clock, optimizer], fresh_logger(Path(root), "log")).fit(module, datamodule=data)
+    peak = torch.cuda.max_memory_allocated() / MIB if on_gpu else None
+    rate = (recipe.steps - timed_from) * recipe.batch_size * recipe.window_bytes / clock.seconds
     return {
         "arm": name,
-        "tokens": check.tokens,
-        "tokens_per_s": timed / clock.seconds,
-        "worker_tokens_per_s": workers * timed / clock.seconds,
-        "worker_mib": worker_mib(module, strategy is not None, optimizer.worker_bytes),
+        "tokens": recipe.tokens_per_block,
+        "tokens_per_s": rate,
+        "worker_tokens_per_s": rate * (recipe.num_blocks if is_cut else 1),
+        "worker_mib": worker_mib(module, is_cut, optimizer.worker_bytes),
         "peak_mib": peak,
-        "exits": exit_nats(module, check, data, device),
+        "exits": exit_nats(module, recipe, data),
     }
 
 
@@ -175,12 +147,12 @@ def trained_of(module: Any) -> list[list[torch.Tensor]]:
     return [interface + [own[name] for name in names if name in own] for names in cut.block_names]
 
 
-def exit_nats(module: Any, check: Check, data: ByteDataModule, device: torch.device) -> list[float]:
-    """Return nats per byte of test at every exit."""
-    from lightning_blocktrain.demo.arms import mean_exit_nats
-
+def exit_nats(module: Any, recipe: Recipe, data: ByteDataModule) -> list[float]:
+    """Return nats per byte of test at every exit, computed where it was trained."""
     data.setup("test")
-    batches = islice(data.test_dataloader(), check.eval_batches)
+    device = torch.device("cuda" if recipe.accelerator == "gpu" else "cpu")
+    subset = spaced_batches(data.test_dataloader().dataset, recipe.test_windows, recipe.batch_size)
+    batches = (subset[idx] for idx in range(len(subset)))
     with torch.no_grad():
         exits, _ = mean_exit_nats(
             module.to(device).eval(), [(inputs.to(device), targets.to(device)) for inputs, targets in batches]
@@ -218,7 +190,7 @@ def main(argv: Sequence[str] | None = None) -> list[dict[str, Any]]:
     add = parser.add_argument
     add("--corpus", type=Path, help="a text (default: the embedded corpus)")
     add("--arms", nargs="+", choices=ARMS, default=list(ARMS))
-    add("--steps", type=int, default=Check.steps, help="of every control, and of every block")
+    add("--steps", type=int, default=PAPER.steps, help="of every control, and of every block")
     add("--seconds", type=float, default=330.0, help="no arm is begun that is not likely to end before")
     add("--accelerator", choices=["gpu", "cpu"], default="gpu")
     add("--tiny", action="store_true", help="a tiny model: shows that it runs")
@@ -226,31 +198,31 @@ def main(argv: Sequence[str] | None = None) -> list[dict[str, Any]]:
     args = parser.parse_args(argv)
     if args.accelerator == "gpu" and not torch.cuda.is_available():
         parser.error("--accelerator gpu needs a CUDA device; torch finds none; use --accelerator cpu --tiny to try it")
-    check = TINY if args.tiny else replace(Check(), steps=args.steps)
-    if check.steps <= check.timed_from:
-        parser.error(f"--steps must be above {check.timed_from}, which are not timed; got {check.steps}; use 500")
+    recipe = replace(TINY if args.tiny else replace(PAPER, steps=args.steps), accelerator=args.accelerator)
+    if recipe.steps <= TIMED_FROM[recipe.width]:
+        rule = f"--steps must be above {TIMED_FROM[recipe.width]}, which are not timed"
+        parser.error(f"{rule}; got {recipe.steps}; use 500")
     warnings.filterwarnings("ignore")
     torch.set_float32_matmul_precision("high")
-    device = torch.device("cuda" if args.accelerator == "gpu" else "cpu")
     rows: list[dict[str, Any]] = []
     began_s, longest_s = time.perf_counter(), 0.0
     with tempfile.TemporaryDirectory() as folder:
         options = corpus_options(args.corpus, Path(folder))
-        data = ByteDataModule(window_bytes=check.window_bytes, batch_size=check.batch_size, seed=1, **options)  # type: ignore[arg-type]
+        data = ByteDataModule(window_bytes=recipe.window_bytes, batch_size=recipe.batch_size, seed=1, **options)  # type: ignore[arg-type]
         for name in args.arms:
             begin_s = time.perf_counter()
             if rows and begin_s - began_s + longest_s > args.seconds:
                 print(f"{name}: left out, {args.seconds:g} s would not do")
                 continue
-            rows.append(run(name, check, data, device))
+            rows.append(run(name, recipe, data))
             longest_s = max(longest_s, time.perf_counter() - begin_s)
             print(
                 f"{name}: {rows[-1]['exits'][-1]:.3f} nats per byte, {time.perf_counter() - begin_s:.0f} s", flush=True
             )
-    named = torch.cuda.get_device_name() if device.type == "cuda" else "the CPU"
+    named = torch.cuda.get_device_name() if args.accelerator == "gpu" else "the CPU"
     print(f"\non {named}, torch {torch.__version__}, one seed, workers simulated one after the other\n\n{table(rows)}")
     if args.json:
-        args.json.write_text(json.dumps({"device": named, "check": asdict(check), "rows": rows}, indent=1) + "\n")
+        args.json.write_text(json.dumps({"device": named, "recipe": asdict(recipe), "rows": rows}, indent=1) + "\n")
     return rows
 
 

@@ -7,13 +7,12 @@ import pytest
 import torch
 
 from benchmarks import gpu_check
-from benchmarks.gpu_check import ARMS, TINY, Check, main, trained_of, worker_mib
+from benchmarks.gpu_check import ARMS, PAPER, TINY, main, trained_of, worker_mib
 from lightning_blocktrain import ByteTransformer
 
 
 def test_the_shape_is_the_papers() -> None:
-    check = Check()
-    assert (check.width, check.num_blocks, check.num_layers, check.window_bytes) == (512, 3, 12, 256)
+    assert (PAPER.width, PAPER.num_blocks, PAPER.num_layers, PAPER.window_bytes) == (512, 3, 12, 256)
 
 
 @pytest.mark.slow
@@ -22,7 +21,7 @@ def test_all_arms_are_trained_on_a_file(tmp_path: Path, capsys: pytest.CaptureFi
     options = ["--accelerator", "cpu", "--tiny", "--corpus", str(tmp_path / "text"), "--json", str(tmp_path / "rows")]
     rows = main(options)
     assert [row["arm"] for row in rows] == list(ARMS)
-    assert {row["tokens"] for row in rows} == {TINY.tokens}
+    assert {row["tokens"] for row in rows} == {TINY.tokens_per_block}
     assert [len(row["exits"]) for row in rows] == [1, 1, 2, 2, 2]
     assert all(2 < row["exits"][-1] < 6 and row["tokens_per_s"] > 0 for row in rows)
     whole, _, worker, *_ = rows
