@@ -45,7 +45,7 @@ from lightning_blocktrain.serving.completion_fields import Asked, CompletionLimi
 from lightning_blocktrain.serving.completion_text import Envelope, Piece, Transcript, joined, usage_of
 from lightning_blocktrain.serving.completion_work import STOPPING, Job, Work
 from lightning_blocktrain.serving.fleet import ServingError
-from lightning_blocktrain.transport.site import listen
+from lightning_blocktrain.transport.site import listen, reset
 
 log = logging.getLogger(__name__)
 
@@ -277,7 +277,7 @@ class CompletionServer:
             except (ConnectionError, TimeoutError) as exc:
                 log.debug("the client at %s takes no more events: %r", request.remote, exc)
                 if request.transport is not None:
-                    request.transport.abort()  # a close would wait until it has read all
+                    reset(request.transport)  # a close would wait until it has read all
                 break
         return answer
 

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from lightning_blocktrain.errors import WireError
 from lightning_blocktrain.serving.address import Address
+from lightning_blocktrain.transport.site import reset
 from lightning_blocktrain.transport.wire import PREFIX, Frame, Outgoing, Receiver, claimed_bytes, read_frame
 
 READ_BYTES = 2**18
@@ -78,9 +79,11 @@ class Link:
                     self._writer.write(piece)
                     async with asyncio.timeout(self._stall_s):
                         await self._writer.drain()
+            except TimeoutError:
+                reset(self._writer.transport)  # a peer that takes nothing would keep the connection
+                raise
             except BaseException:
-                # Nobody can go on behind half a message, and a peer that takes nothing would keep the connection.
-                self._writer.transport.abort()
+                self._writer.transport.abort()  # nobody can go on behind half a message
                 raise
         return outgoing.num_bytes
 
@@ -127,7 +130,7 @@ class Link:
         try:
             await asyncio.wait({closed}, timeout=FLUSH_S)
         finally:
-            self._writer.transport.abort()
+            reset(self._writer.transport)
         await asyncio.wait({closed}, timeout=FLUSH_S)
         if closed.done() and not closed.cancelled():
             closed.exception()  # seen: how a connection ends is nobody's concern any more

@@ -39,9 +39,12 @@ FACTS = Facts("v", (0,), 1, "fp32", T, 0.5, True)
 
 
 class Scripted:
-    """Stands for a ``SweepClient``: every text is the same script, and each chunk of it waits for ``go``."""
+    """Stands for a ``SweepClient``: every text is the same script.
 
-    def __init__(self, *script: bytes | Exception, facts: Facts = FACTS) -> None:
+    Each item of it waits for ``go``, one that is an event also for that.
+    """
+
+    def __init__(self, *script: bytes | Exception | threading.Event, facts: Facts = FACTS) -> None:
         self.facts = facts
         self.go, self.begun = threading.Event(), threading.Event()
         self.go.set()
@@ -54,6 +57,9 @@ class Scripted:
             for chunk in self._script:
                 self.begun.set()
                 assert self.go.wait(WAIT_S)
+                if isinstance(chunk, threading.Event):
+                    assert chunk.wait(WAIT_S)
+                    continue
                 if isinstance(chunk, Exception):
                     raise chunk
                 yield Decision(tuple(chunk), (0.5,) * len(chunk))
@@ -520,13 +526,13 @@ def test_a_client_that_goes_frees_its_sessions(stream: bool) -> None:
 
 
 def test_a_stream_that_is_closed_ends_in_the_thread_that_writes_it() -> None:
-    scripted = Scripted(*[b"ab"] * 4096)
+    on = threading.Event()
+    scripted = Scripted(b"ab", on, *[b"ab"] * 4096)
     with server_of(scripted) as served, served.openai() as client:
         stream = ask(client, stream=True, max_tokens=4096)
         assert next(iter(stream)).choices[0].text == "ab"
-        scripted.go.clear()
         stream.close()
-        scripted.go.set()
+        on.set()
         wait_until(lambda: bool(scripted.closed_in))
     assert scripted.closed_in == ["blocktrain-completions_0"]
 
@@ -548,13 +554,12 @@ def test_a_completion_that_waits_is_dropped_when_its_client_goes() -> None:
 def test_a_client_that_reads_nothing_is_given_up() -> None:
     scripted = Scripted(*[b"ab"] * 40_000)  # more than the system holds for the two ends
     with server_of(scripted, limits=CompletionLimits(stall_timeout_s=0.1)) as served, served.open(stream=True) as raw:
-        raw.settimeout(130.0)  # a sender that met a full window may try again after as long as two minutes
         assert scripted.begun.wait(WAIT_S)
         wait_until(lambda: served.server.num_under_way == 0)
-        seen = b""
-        while piece := raw.recv(2**16):
-            seen = seen[-100:] + piece
-    assert seen and b"[DONE]" not in seen and not seen.endswith(b"0\r\n\r\n")
+        with pytest.raises(ConnectionResetError):  # not what the system holds, and then an end that looks like one
+            while raw.recv(2**16):
+                pass
+    assert scripted.closed_in == ["blocktrain-completions_0"]
 
 
 # Start and stop
@@ -571,16 +576,16 @@ def test_a_port_that_is_taken_is_named() -> None:
 
 
 def test_stop_ends_what_is_under_way_and_gives_the_port_back() -> None:
-    scripted = Scripted(*[b"ab"] * 4096)
+    on = threading.Event()
+    scripted = Scripted(b"ab", on, *[b"ab"] * 4096)
     with ThreadPoolExecutor(2) as pool, ExitStack() as stack:
         with server_of(scripted, limits=CompletionLimits(running=1)) as served:
             client = stack.enter_context(served.openai())
             events = iter(ask(client, stream=True))
             next(events)
-            scripted.go.clear()
             waiting = pool.submit(ask, client)
             wait_until(lambda: served.server.num_under_way == 2)
-            pool.submit(lambda: (waiting.exception(WAIT_S), scripted.go.set()))
+            pool.submit(lambda: (waiting.exception(WAIT_S), on.set()))
         with pytest.raises(openai.APIError, match=r"The server is stopping\."):
             list(events)
         error = waiting.exception(WAIT_S)
