@@ -187,7 +187,12 @@ def run(name: str, recipe: Recipe, data: ByteDataModule, seed: int) -> dict[str,
 
 
 def train(
-    arm: Arm, recipe: Recipe, data: ByteDataModule, seed: int, callbacks: Sequence[L.Callback] = ()
+    arm: Arm,
+    recipe: Recipe,
+    data: ByteDataModule,
+    seed: int,
+    callbacks: Sequence[L.Callback] = (),
+    val_batches: int = 0,
 ) -> dict[str, Any]:
     """Train one arm with one seed and evaluate every exit on val and test.
 
@@ -197,6 +202,7 @@ def train(
         data: The corpus.
         seed: Of weights and data order.
         callbacks: Of the Trainer.
+        val_batches: Batches of val every ``validate_every`` steps of the recipe, for callbacks that want to know.
     """
     L.seed_everything(seed, workers=True, verbose=False)
     module = make_module(arm, recipe)
@@ -204,7 +210,8 @@ def train(
     began_s = time.perf_counter()
     with tempfile.TemporaryDirectory() as log:
         demo_arm = DemoArm(arm.title, arm.title, lambda: module, make)
-        trainer = fit_trainer(demo_arm, replace(recipe, val_batches=0), callbacks, fresh_logger(Path(log), "log"))
+        watched = replace(recipe, val_batches=val_batches)
+        trainer = fit_trainer(demo_arm, watched, callbacks, fresh_logger(Path(log), "log"))
         trainer.fit(module, datamodule=data)
     train_s = time.perf_counter() - began_s
     for stage in ("fit", "test"):

@@ -33,6 +33,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--size", choices=SIZES, default="smoke", help="smoke: minutes; cpu: hours on two cores; paper: as published")
     add("--out", type=Path, required=True, help="folder of the study, continued if it exists")
     add("--corpus", action="append", default=[], help="files of a corpus, NAME=FILE[,FILE...]; once per corpus")
+    add("--parts", nargs="+", metavar="PART", help="run what is missing of these now; the others stay as they are")
     add("--jobs", type=int, default=1, help="runs at the same time, a thread each; timed runs are always alone")
     add("--fork", type=Path, help="take over the runs of this study that the new protocol asks for too")
     add(
@@ -76,6 +77,9 @@ def study(args: argparse.Namespace, parts: Path) -> int:
     """Run what is missing and write the report; return the exit code."""
     protocol = load(args.name, args.size)
     runs = protocol.runs()
+    if strange := set(args.parts or ()) - {part.name for part in protocol.parts}:
+        known = ", ".join(part.name for part in protocol.parts)
+        raise ProtocolError(f"--parts must name parts of the study: {known}; got {strange.pop()!r}; correct it")
     if args.report:
         rows = [row for row in rows_of(args.out) if row["key"] in {run.key for run in runs}]
         write_report(protocol, rows, args.out, command_of(args))
@@ -94,7 +98,8 @@ def study(args: argparse.Namespace, parts: Path) -> int:
         from benchmarks.study.tracking import tracker
 
         log_run, log_report = tracker(protocol, args.wandb, args.out)
-    failures = run_missing(ledger, runs, corpora, args.jobs, log_run)
+    wanted = [run for run in runs if args.parts is None or run.part in args.parts]
+    failures = run_missing(ledger, wanted, corpora, args.jobs, log_run)
     write_report(protocol, ledger.rows(), args.out, command_of(args))
     log_report()
     print(f"{args.out / 'report.md'}, {args.out / 'report.html'}")

@@ -4,12 +4,14 @@ A run's result is ``{"measures": {name: number}, "curve": [[tokens, seconds, val
 whatever else the report shows of that kind. Nats per byte are ``ce``, bits ``bits``; of test, the whole model.
 """
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
 import lightning as L
 import torch
+from typing_extensions import override
 
 from benchmarks.composition import Arm, train
 from benchmarks.composition_flops import training_flops
@@ -19,6 +21,7 @@ from benchmarks.pipeline_corpora import Corpus
 from benchmarks.pipeline_training import Shape, train_with
 from benchmarks.study.corpora import sha256_of
 from lightning_blocktrain import ByteDataModule, RoundMonitor
+from lightning_blocktrain.demo.curves import CURVE_KEY
 from lightning_blocktrain.demo.recipe import Recipe
 from lightning_blocktrain.metrics import bits_per_token
 
@@ -29,18 +32,55 @@ def blocks(options: dict[str, Any], corpus: Corpus, seed: int) -> Result:
     """Train the blocks of a model apart from one another, or a control end to end; see ``benchmarks.composition``.
 
     Options: ``recipe`` (of ``Recipe``), ``model`` (``objective`` decides the class), ``strategy`` (of
-    ``BlockTrainStrategy``; none: end to end), ``is_shallow``.
+    ``BlockTrainStrategy``; none: end to end), ``is_shallow``, ``curve`` (``points`` and the ``batches`` of each: held
+    out, along the way; the training is the same without).
     """
     arm, recipe = blocks_of(options)
+    asked = options.get("curve", {"points": 1, "batches": 0})
+    recipe = replace(recipe, validate_every=recipe.steps // asked["points"])
     data = ByteDataModule(window_bytes=recipe.window_bytes, batch_size=recipe.batch_size, **corpus.options)  # type: ignore[arg-type]
     data.setup("fit")
-    rounds = RoundMonitor()
-    found = train(arm, recipe, data, seed, [] if arm.strategy is None else [rounds])
+    rounds, watch = RoundMonitor(), Watch(recipe)
+    callbacks = [watch] if arm.strategy is None else [watch, rounds]
+    found = train(arm, recipe, data, seed, callbacks, asked["batches"])
     result = blocks_result(arm, recipe, found)
+    if watch.curve:
+        result["curve"] = watch.curve
     if arm.strategy is not None:
         totals = rounds.summary()
         result["measures"] |= {key: float(totals[key]) for key in ("participation", "sent_bytes", "accepted_tokens")}
     return result
+
+
+class Watch(L.Callback):
+    """Keeps what every validation finds, and stands the clock still meanwhile.
+
+    Args:
+        recipe: Of the run.
+    """
+
+    def __init__(self, recipe: Recipe) -> None:
+        self.curve: list[list[float]] = []
+        """Tokens, CPU seconds of training, bits per byte."""
+        self._step_tokens = recipe.tokens_per_block // (recipe.steps // recipe.replicas)
+        self._began_s = time.process_time()
+
+    @override
+    def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Start the clock."""
+        self._began_s = time.process_time()
+
+    @override
+    def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Stop the clock."""
+        self._seconds = time.process_time() - self._began_s
+
+    @override
+    def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Keep the point and let the clock go on."""
+        bits = float(trainer.callback_metrics[CURVE_KEY])
+        self.curve.append([trainer.global_step * self._step_tokens, self._seconds, bits])
+        self._began_s = time.process_time() - self._seconds
 
 
 def blocks_of(options: dict[str, Any]) -> tuple[Arm, Recipe]:

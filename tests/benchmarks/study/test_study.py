@@ -12,8 +12,10 @@ from typing import Any
 import psutil
 import pytest
 
+from benchmarks.pipeline_corpora import Corpus
 from benchmarks.study.__main__ import main, write_report
 from benchmarks.study.corpora import corpora_of
+from benchmarks.study.kinds import blocks
 from benchmarks.study.ledger import rows_of
 from benchmarks.study.protocol import Protocol, ProtocolError, parse
 from benchmarks.study.tracking import tracker
@@ -76,6 +78,8 @@ def protocol(tmp_path: Path) -> str:
 @pytest.mark.slow
 def test_a_study_runs_once_and_reports(protocol: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = tmp_path / "out"
+    assert main([protocol, "--out", str(folder), "--parts", "depth", "quality"]) == 0
+    assert len(rows_of(folder)) == 4 and "2 of 6 runs are missing." in (folder / "report.md").read_text()
     assert main([protocol, "--out", str(folder)]) == 0
     rows = rows_of(folder)
     assert [(row["part"], row["arm"]) for row in rows] == [
@@ -163,6 +167,7 @@ def rows_of_runs(told: Protocol) -> list[dict[str, Any]]:
         (["bounded-horizon", "--size", "cpu"], "the study needs enwik8; got no files; add --corpus enwik8=FILE"),
         (["bounded-horizon", "--corpus", "wikipedia=x"], "must name files; got 'x' for wikipedia"),
         (["bounded-horizon", "--corpus", "enwik8"], "must be NAME=FILE"),
+        (["bounded-horizon", "--parts", "speed", "wit"], "quality, order, snapshot_lag, stages, speed; got 'wit'"),
     ],
 )
 def test_what_cannot_be_studied_is_refused(
@@ -184,3 +189,24 @@ def test_corpora_take_the_files_that_they_need(tmp_path: Path) -> None:
         corpora_of(["wikitext"], [f"wikitext={tmp_path / 'one'}"], tmp_path)
     with pytest.raises(ProtocolError, match="must name a corpus of the study: wikitext; got enwik8"):
         corpora_of(["wikitext"], [f"enwik8={tmp_path / 'one'}"], tmp_path)
+
+
+@pytest.mark.parametrize(
+    "arm",
+    [
+        {},
+        {"model": {"objective": "denoise"}, "strategy": {}},
+        {"model": {"objective": "features", "exits": "own", "lookahead": 1}, "strategy": {"replicas": 2}},
+    ],
+    ids=["end to end", "denoise", "lookahead"],
+)
+def test_a_look_along_the_way_changes_no_training(arm: dict[str, Any]) -> None:
+    recipe = {"steps": 8, "num_layers": 2, "num_blocks": 2, "width": 8, "num_heads": 1, "window_bytes": 16}
+    recipe |= {"batch_size": 2, "sync_every": 2, "warmup_steps": 1, "test_windows": 4, "num_threads": 1}
+    corpus = Corpus("python-docs", {"corpus": "python-docs"})
+    looks: tuple[dict[str, Any], ...] = ({}, {"curve": {"points": 2, "batches": 1}})
+    unseen, seen = (blocks({"recipe": recipe, **arm, **look}, corpus, 1) for look in looks)
+    assert seen["exits"] == unseen["exits"]
+    assert [tokens for tokens, _, _ in seen["curve"]] == [128, 256]
+    (_, first_s, first), (_, last_s, last) = seen["curve"]
+    assert last < first < 9.0 and 0 < first_s < last_s
