@@ -20,6 +20,7 @@ from benchmarks.cpu_pipeline import Shape as SpeedShape
 from benchmarks.pipeline_corpora import Corpus
 from benchmarks.pipeline_training import Shape, train_with
 from benchmarks.study.corpora import sha256_of
+from benchmarks.study.workers import train_on_hosts
 from lightning_blocktrain import ByteDataModule, RoundMonitor
 from lightning_blocktrain.demo.curves import CURVE_KEY
 from lightning_blocktrain.demo.recipe import Recipe
@@ -48,7 +49,8 @@ def blocks(options: dict[str, Any], corpus: Corpus, seed: int) -> Result:
         result["curve"] = watch.curve
     if arm.strategy is not None:
         totals = rounds.summary()
-        result["measures"] |= {key: float(totals[key]) for key in ("participation", "sent_bytes", "accepted_tokens")}
+        names = ("participation", "sent_bytes", "prefix_bytes", "accepted_tokens")
+        result["measures"] |= {name: float(totals[name]) for name in names}
     return result
 
 
@@ -104,6 +106,22 @@ def blocks_result(arm: Arm, recipe: Recipe, found: dict[str, Any]) -> Result:
     measures["seconds"] = float(found["train_s"])
     curve = [[recipe.tokens_per_block, found["train_s"], measures["bits"]]]
     return {"measures": measures, "curve": curve, "corpus_sha256": found["corpus_sha256"], "exits": test["exits"]}
+
+
+def workers(options: dict[str, Any], corpus: Corpus, seed: int) -> Result:
+    """Train blocks with a process per worker, on emulated hosts, and count what goes over their lines.
+
+    Options: those of ``blocks``, and ``latencies_ms``, one way, per host; none: workers are simulated as in ``blocks``.
+    """
+    if "latencies_ms" not in options:
+        return blocks(options, corpus, seed)
+    arm, recipe = blocks_of(options)
+    began_s = time.perf_counter()
+    found = train_on_hosts(arm, recipe, corpus.options, seed, options["latencies_ms"])
+    measures = {"ce": found["exits"][-1], "bits": bits_per_token(found["exits"][-1], 1)}
+    measures |= {name: float(found[name]) for name in ("sent_bytes", "prefix_bytes", "up_bytes", "down_bytes")}
+    measures["seconds"] = time.perf_counter() - began_s
+    return {"measures": measures, "curve": [], "corpus_sha256": found["corpus_sha256"], "exits": found["exits"]}
 
 
 def pipeline(options: dict[str, Any], corpus: Corpus, seed: int) -> Result:
@@ -169,7 +187,12 @@ class Kind:
     is_timed: bool = False
 
 
-KINDS = {"blocks": Kind(blocks), "pipeline": Kind(pipeline), "speed": Kind(speed, is_timed=True)}
+KINDS = {
+    "blocks": Kind(blocks),
+    "workers": Kind(workers),
+    "pipeline": Kind(pipeline),
+    "speed": Kind(speed, is_timed=True),
+}
 
 
 def run(kind: str, options: dict[str, Any], corpus: Corpus, seed: int) -> Result:

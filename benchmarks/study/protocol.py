@@ -31,7 +31,7 @@ import yaml
 FOLDER = Path(__file__).parent / "protocols"
 RULES = ("non_inferior", "equivalent", "at_most", "at_least", "ratio_at_least")
 COMPARISONS = ("difference", "ratio")
-KINDS = ("blocks", "pipeline", "speed")
+KINDS = ("blocks", "workers", "pipeline", "speed")
 FIGURES = ("curve_tokens", "curve_time", "gap_tokens", "gaps", "exits", "frontier", "participation", "traffic")
 SIZES = ("smoke", "cpu", "paper")
 

@@ -15,7 +15,7 @@ import pytest
 from benchmarks.pipeline_corpora import Corpus
 from benchmarks.study.__main__ import main, write_report
 from benchmarks.study.corpora import corpora_of
-from benchmarks.study.kinds import blocks
+from benchmarks.study.kinds import blocks, workers
 from benchmarks.study.ledger import rows_of
 from benchmarks.study.protocol import Protocol, ProtocolError, parse
 from benchmarks.study.tracking import tracker
@@ -210,3 +210,29 @@ def test_a_look_along_the_way_changes_no_training(arm: dict[str, Any]) -> None:
     assert [tokens for tokens, _, _ in seen["curve"]] == [128, 256]
     (_, first_s, first), (_, last_s, last) = seen["curve"]
     assert last < first < 9.0 and 0 < first_s < last_s
+
+
+@pytest.mark.slow
+def test_workers_are_processes_whose_bytes_are_counted() -> None:
+    recipe = {"steps": 8, "num_layers": 2, "num_blocks": 2, "width": 16, "num_heads": 1, "window_bytes": 16}
+    recipe |= {"batch_size": 2, "sync_every": 2, "warmup_steps": 1, "test_windows": 4, "num_threads": 1}
+    model = {"objective": "features", "exits": "own", "lookahead": 1}
+    options = {"recipe": recipe, "model": model, "strategy": {"replicas": 1}}
+    corpus = Corpus("python-docs", {"corpus": "python-docs"})
+    simulated, apart = (workers({**options, **own}, corpus, 1) for own in ({}, {"latencies_ms": [0, 5]}))
+    assert apart["corpus_sha256"] == simulated["corpus_sha256"]
+    assert apart["measures"]["ce"] == pytest.approx(simulated["measures"]["ce"], abs=0.3)
+    sent = simulated["measures"]["sent_bytes"]
+    # A worker that is ahead may have sent the update of one round more than the four that there are.
+    assert sent <= apart["measures"]["sent_bytes"] <= sent * 5 / 4
+    assert apart["measures"]["up_bytes"] > apart["measures"]["sent_bytes"]
+    assert apart["measures"]["down_bytes"] > apart["measures"]["prefix_bytes"] > 0
+
+
+@pytest.mark.slow
+def test_a_worker_that_fails_ends_the_run() -> None:
+    recipe = {"steps": 2, "num_layers": 2, "num_blocks": 2, "width": 16, "num_heads": 3, "window_bytes": 16}
+    options = {"recipe": {**recipe, "sync_every": 1}, "strategy": {}, "latencies_ms": [0]}
+    with pytest.raises(RuntimeError, match="a worker ended with exit code 1"):
+        workers(options, Corpus("python-docs", {"corpus": "python-docs"}), 1)
+    assert not [child for child in psutil.Process().children() if "coordinator" in " ".join(child.cmdline())]

@@ -7,13 +7,12 @@ import pytest
 import torch
 import yaml
 
-from benchmarks.composition import Arm, make_module, make_strategy
+from benchmarks.composition import make_module, make_strategy
 from benchmarks.cpu_pipeline import Shape as SpeedShape
 from benchmarks.pipeline_training import Shape, strategy_of
 from benchmarks.study import figures, kinds
 from benchmarks.study.protocol import FIGURES, FOLDER, KINDS, SIZES, ProtocolError, Run, load, names, parse
 from lightning_blocktrain import BoundedHorizonStrategy
-from lightning_blocktrain.demo.recipe import Recipe
 
 PART: dict[str, Any] = {
     "title": "A part",
@@ -39,9 +38,11 @@ def text_of(*, head: dict[str, Any] | None = None, **changes: Any) -> str:
 def check_runs(run: Run) -> None:
     """Build what a run would train, without training it."""
     options = run.options
-    if run.kind == "blocks":
-        recipe = Recipe(**options["recipe"])
-        arm = Arm("", options.get("model", {}), options.get("strategy"), options.get("is_shallow", False))
+    if run.kind in ("blocks", "workers"):
+        arm, recipe = kinds.blocks_of(options)
+        assert recipe.steps % options.get("curve", {"points": 1})["points"] == 0
+        if "latencies_ms" in options:
+            assert recipe.steps % (recipe.replicas * recipe.sync_every) == 0  # the coordinator counts whole rounds
         with torch.device("meta"):
             make_module(arm, recipe)
         if arm.strategy is not None:
