@@ -17,7 +17,7 @@ from benchmarks.study.corpora import corpora_of, sha256_of
 from benchmarks.study.ledger import Ledger, rows_of
 from benchmarks.study.protocol import SIZES, Protocol, ProtocolError, Run, load, names
 from benchmarks.study.render import markdown, page
-from benchmarks.study.report import Picture, report
+from benchmarks.study.report import Block, Picture, report
 from benchmarks.study.reuse import reused
 from benchmarks.study.runner import run_missing
 from lightning_blocktrain.demo.curves import write_whole
@@ -51,8 +51,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     return args
 
 
-def write_report(protocol: Protocol, rows: Sequence[dict[str, Any]], folder: Path, command: str) -> None:
-    """Write ``report.md``, ``report.html`` and ``figures/``."""
+def write_report(protocol: Protocol, rows: Sequence[dict[str, Any]], folder: Path, command: str) -> list[Block]:
+    """Write ``report.md``, ``report.html`` and ``figures/``; return what they say."""
     blocks = report(protocol, rows, command)
     figures = folder / "figures"
     figures.mkdir(exist_ok=True)
@@ -61,6 +61,7 @@ def write_report(protocol: Protocol, rows: Sequence[dict[str, Any]], folder: Pat
             write_whole(figures / f"{block.name}.svg", block.svg)
     write_whole(folder / "report.md", markdown(blocks).encode())
     write_whole(folder / "report.html", page(protocol.title, blocks).encode())
+    return blocks
 
 
 def command_of(args: argparse.Namespace) -> str:
@@ -93,15 +94,14 @@ def study(args: argparse.Namespace, parts: Path) -> int:
         taken = [ledger.add(run, row) for run, row in reused([r for r in runs if r not in ledger], path, hashes)]
         print(f"{len(taken)} runs taken over from {path.name}")
     log_run: Callable[[Run, dict[str, Any]], None] = lambda run, row: None  # noqa: E731
-    log_report: Callable[[], None] = lambda: None  # noqa: E731
+    log_report: Callable[[Sequence[Block]], None] = lambda blocks: None  # noqa: E731
     if args.wandb:
         from benchmarks.study.tracking import tracker
 
         log_run, log_report = tracker(protocol, args.wandb, args.out)
     wanted = [run for run in runs if args.parts is None or run.part in args.parts]
     failures = run_missing(ledger, wanted, corpora, args.jobs, log_run)
-    write_report(protocol, ledger.rows(), args.out, command_of(args))
-    log_report()
+    log_report(write_report(protocol, ledger.rows(), args.out, command_of(args)))
     print(f"{args.out / 'report.md'}, {args.out / 'report.html'}")
     return 1 if failures else 0
 

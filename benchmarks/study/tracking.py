@@ -1,14 +1,18 @@
 """Runs and reports of a study in Weights & Biases: a run each, in one group, the tables as artifacts; offline too."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from benchmarks.study.protocol import Protocol, Run
+from benchmarks.study.report import Block, Heading, Table
 from benchmarks.study.runner import title_of
 
+LogRun = Callable[[Run, dict[str, Any]], None]
+LogReport = Callable[[Sequence[Block]], None]
 
-def tracker(protocol: Protocol, project: str, folder: Path) -> tuple[Callable[[Run, dict[str, Any]], None], Any]:
+
+def tracker(protocol: Protocol, project: str, folder: Path) -> tuple[LogRun, LogReport]:
     """Return what logs a finished run, and what logs the report.
 
     Args:
@@ -30,12 +34,26 @@ def tracker(protocol: Protocol, project: str, folder: Path) -> tuple[Callable[[R
                 tracked.log({"tokens": tokens, "seconds": seconds, "bits_per_token": value})
             tracked.summary.update(row["measures"])
 
-    def log_report() -> None:
+    def log_report(blocks: Sequence[Block]) -> None:
         with start("report", "report", {"protocol": protocol.digest}) as tracked:
             artifact = wandb.Artifact(f"{protocol.name}-{protocol.size}", type="report")
             for name in ("report.md", "report.html", "results.jsonl"):
                 artifact.add_file(str(folder / name))
+            for name, table in named_tables(blocks):
+                artifact.add(wandb.Table(columns=list(table.columns), data=[list(row) for row in table.rows]), name)
             tracked.log_artifact(artifact)
         wandb.teardown()  # its own process ends with the study
 
     return log_run, log_report
+
+
+def named_tables(blocks: Sequence[Block]) -> Iterator[tuple[str, Table]]:
+    """Yield the tables of a report, each with the headings that it stands under and its number there."""
+    headings: list[str] = []
+    number = 0
+    for block in blocks:
+        if isinstance(block, Heading) and block.level > 1:
+            headings, number = [*headings[: block.level - 2], block.text], 0
+        elif isinstance(block, Table):
+            number += 1
+            yield " / ".join([*headings, f"{number}"]), block

@@ -18,7 +18,7 @@ from benchmarks.study.corpora import corpora_of
 from benchmarks.study.kinds import blocks, workers
 from benchmarks.study.ledger import rows_of
 from benchmarks.study.protocol import Protocol, ProtocolError, parse
-from benchmarks.study.tracking import tracker
+from benchmarks.study.tracking import named_tables, tracker
 
 SHAPE = (
     "{num_layers: 2, width: 8, num_stages: 2, window_bytes: 16, batch_size: 2, tokens: %d, lr: 0.003, num_evals: 2,"
@@ -138,17 +138,19 @@ def test_runs_and_report_are_tracked_offline(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setenv("WANDB_MODE", "offline")
     told = parse("mine", "smoke", PROTOCOL)
     rows = [{**row, "machine": {}} for row in rows_of_runs(told)]
-    write_report(told, rows, tmp_path, "x")
+    blocks = write_report(told, rows, tmp_path, "x")
     (tmp_path / "results.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     log_run, log_report = tracker(told, "a-project", tmp_path)
     for run, row in zip(told.runs()[:2], rows, strict=False):
         log_run(run, row)
-    log_report()
+    log_report(blocks)
     tracked = list((tmp_path / "wandb").glob("offline-run-*/*.wandb"))
     assert len(tracked) == 3
     group = f"mine-smoke-{told.digest}".encode()
     assert all(group in path.read_bytes() for path in tracked)
-    assert sum(b"report.html" in path.read_bytes() for path in tracked) == 1
+    [report] = [path.read_bytes() for path in tracked if b"report.html" in path.read_bytes()]
+    assert [name for name, _ in named_tables(blocks)] == ["Quality / 1", "Depth / 1", "Speed / 1"]
+    assert all(f"{name}.table.json".encode() in report for name, _ in named_tables(blocks))
 
 
 def rows_of_runs(told: Protocol) -> list[dict[str, Any]]:
