@@ -45,7 +45,7 @@ def _result(run: Run, row: Mapping[str, Any], sha256: str) -> dict[str, Any] | N
 
 def _blocks(run: Run, row: Mapping[str, Any]) -> dict[str, Any] | None:
     own, name = blocks_of(run.options), row["arm"]
-    if name.endswith(FLOPS):
+    if name.endswith(FLOPS) or "curve" in run.options:
         return None
     arm = replace(ARMS[name], title="")
     recipe = replace(Recipe(**row["recipe"]), replicas=own[1].replicas)

@@ -62,6 +62,12 @@ def test_trainings_of_composition_are_found_by_what_they_are(tmp_path: Path) -> 
     assert found["ahead"]["from"] == "rows.jsonl" and found["ahead"]["measures"]["exit 0"] == 2.0
 
 
+def test_a_curve_is_not_there(tmp_path: Path) -> None:
+    options = {"recipe": RECIPE, "curve": {"points": 10, "batches": 1}}
+    runs = runs_of("blocks", "wikitext", {"ahead": BLOCKS["ahead"]}, options)
+    assert not taken(runs, [composition_row("ahead")], tmp_path)
+
+
 @pytest.mark.parametrize(
     "changes",
     [
