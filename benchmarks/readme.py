@@ -15,11 +15,16 @@ from typing import Any
 
 from benchmarks.composition_table import MAIN_COLUMNS, main_cells, markdown_table
 from benchmarks.pipeline_target import FIRST_SEED, MARGIN, PILOT_SEEDS, gap
+from benchmarks.study.judge import by_seed, compare, interval_text
+from benchmarks.study.ledger import rows_of
+from benchmarks.study.protocol import Protocol, load
+from benchmarks.study.report import decomposition
 from benchmarks.study.statistics import pairs_needed, t_interval, upper_bound
 from lightning_blocktrain.demo.curves import write_whole
 
 README = Path(__file__).parents[1] / "README.md"
 RESULTS = Path(__file__).parent / "results"
+STUDIES = RESULTS / "studies"
 MARKED = re.compile(r"(<!-- table: (\w+) -->\n)(?:(?!<!-- table).)*?(<!-- end -->)", re.DOTALL)
 
 
@@ -105,7 +110,30 @@ TOKENS, METHOD = 1_048_576, "rgc_final"
 """Of the runs that the verdict is about."""
 
 
-TABLES: dict[str, Callable[[], str]] = {"composition": composition, "serving": serving, "rgc": rgc}
+def speeds() -> str:
+    """Return the methods of the study ``bounded-horizon`` beside backpropagation in speed and memory."""
+    protocol, rows = study("bounded-horizon")
+    [part] = [part for part in protocol.parts if part.name == "speed"]
+    [corpus] = part.corpora
+    columns = ("method", "tokens/s", "/ bp (95 %)", "/ limit (95 %)", "PSS / bp", "W, P, eta", "the paper's")
+    body = []
+    for arm in part.arms:
+        found = [compare(rows, part, (arm, other), corpus) for other in (part.control, "limit")]
+        ratios = ["-" if one is None or arm == one.control else interval_text(one.ratio, ".3f") for one in found]
+        memory = compare(rows, part, (arm, part.control), corpus, "peak_pss_mib")
+        parts = ", ".join(decomposition(part, rows, arm, corpus)).replace("-, -, -", "-")
+        cells = [f"{statistics.median(by_seed(rows, part, arm, corpus).values()):,.0f}", *ratios]
+        cells += [f"{memory.ratio.mean:.2f}" if memory else "-", parts if arm != part.control else "-"]
+        body.append([arm, *cells, part.published.get(arm, "-")])
+    return markdown_table(columns, body)
+
+
+def study(name: str) -> tuple[Protocol, list[dict[str, Any]]]:
+    """Return the ``cpu`` size of a study, and its rows."""
+    return load(name, "cpu"), rows_of(STUDIES / name)
+
+
+TABLES: dict[str, Callable[[], str]] = {"composition": composition, "serving": serving, "rgc": rgc, "speed": speeds}
 """Per name, what draws the table."""
 
 

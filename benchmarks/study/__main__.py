@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.study.corpora import corpora_of, sha256_of
+from benchmarks.study.kinds import KINDS
 from benchmarks.study.ledger import Ledger, rows_of
 from benchmarks.study.protocol import SIZES, Protocol, ProtocolError, Run, load, names
 from benchmarks.study.render import markdown, page
@@ -89,7 +90,8 @@ def study(args: argparse.Namespace, parts: Path) -> int:
     hashes = {name: sha256_of(corpus) for name, corpus in corpora.items()}
     ledger = Ledger(args.out, protocol, hashes)
     if args.fork is not None:
-        print(f"{ledger.adopt(rows_of(args.fork), runs, hashes)} runs taken over from {args.fork}")
+        rows = rows_of(args.fork)
+        print(f"{ledger.adopt(rows, adoptable(runs, rows), hashes)} runs taken over from {args.fork}")
     for path in args.reuse:
         taken = [ledger.add(run, row) for run, row in reused([r for r in runs if r not in ledger], path, hashes)]
         print(f"{len(taken)} runs taken over from {path.name}")
@@ -104,6 +106,13 @@ def study(args: argparse.Namespace, parts: Path) -> int:
     log_report(write_report(protocol, ledger.rows(), args.out, command_of(args)))
     print(f"{args.out / 'report.md'}, {args.out / 'report.html'}")
     return 1 if failures else 0
+
+
+def adoptable(runs: Sequence[Run], rows: Sequence[dict[str, Any]]) -> list[Run]:
+    """Return the runs that may come from another study: timed ones in whole rounds, whose arms ran side by side."""
+    there = {row["key"] for row in rows}
+    rounds = [(run.part, run.corpus, run.seed) for run in runs if KINDS[run.kind].is_timed and run.key not in there]
+    return [run for run in runs if (run.part, run.corpus, run.seed) not in rounds]
 
 
 def main(argv: Sequence[str] | None = None) -> int:

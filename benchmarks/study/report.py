@@ -124,7 +124,7 @@ def arm_table(part: Part, rows: Sequence[Row], corpus: str) -> Table:
         own = compare(rows, part, (arm, part.control), corpus) if arm != part.control else None
         cells = [arm, f"{len(values)}", _mean(list(values.values())), *cells_of(own)]
         if part.compare == "ratio":
-            cells += _decomposition(part, rows, arm, corpus)
+            cells += decomposition(part, rows, arm, corpus)
         cells += [MEASURES[name][1](list(by_seed(rows, part, arm, corpus, name).values())) for name in extra]
         body.append((*cells, *([part.published.get(arm, "-")] if part.published else [])))
     titles = [text.format(control=part.control) for text in columns]
@@ -133,7 +133,7 @@ def arm_table(part: Part, rows: Sequence[Row], corpus: str) -> Table:
     return Table(("arm", "seeds", part.metric, *titles, *(["published"] if part.published else [])), tuple(body))
 
 
-def _decomposition(part: Part, rows: Sequence[Row], arm: str, corpus: str) -> list[str]:
+def decomposition(part: Part, rows: Sequence[Row], arm: str, corpus: str) -> list[str]:
     """Return what a pipeline's speed-up is made of, medians over rounds: work saved, parallelism, orchestration."""
     step, work, largest = (by_seed(rows, part, arm, corpus, name) for name in ("step_s", "work_s", "largest_work_s"))
     control = by_seed(rows, part, part.control, corpus, "step_s")

@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from benchmarks.pipeline_corpora import Corpus
-from benchmarks.study.__main__ import main, write_report
+from benchmarks.study.__main__ import adoptable, main, write_report
 from benchmarks.study.corpora import corpora_of
 from benchmarks.study.kinds import blocks, workers
 from benchmarks.study.ledger import rows_of
@@ -160,6 +160,16 @@ def rows_of_runs(told: Protocol) -> list[dict[str, Any]]:
         "corpus_sha256": "f" * 64,
     }
     return [{"key": run.key, **asdict(run), **result} for run in told.runs()]
+
+
+def test_a_fork_takes_over_timed_runs_by_whole_rounds_only() -> None:
+    runs = parse("mine", "smoke", PROTOCOL).runs()
+    rows = rows_of_runs(parse("mine", "smoke", PROTOCOL))
+    assert adoptable(runs, rows) == runs
+    by_name = {(run.part, run.arm): run for run in runs}
+    lacks = [row for row in rows if (row["part"], row["arm"]) not in (("speed", "bp"), ("quality", "bp"))]
+    left = {(run.part, run.arm) for run in adoptable(runs, lacks)}
+    assert by_name.keys() - left == {("speed", "bp"), ("speed", "rgc")}
 
 
 @pytest.mark.parametrize(
