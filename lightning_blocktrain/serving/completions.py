@@ -45,7 +45,8 @@ from lightning_blocktrain.serving.completion_fields import Asked, CompletionLimi
 from lightning_blocktrain.serving.completion_text import Envelope, Piece, Transcript, joined, usage_of
 from lightning_blocktrain.serving.completion_work import STOPPING, Job, Work
 from lightning_blocktrain.serving.fleet import ServingError
-from lightning_blocktrain.transport.site import listen, reset
+from lightning_blocktrain.serving.link import reset
+from lightning_blocktrain.transport.site import listen
 
 log = logging.getLogger(__name__)
 

@@ -6,6 +6,7 @@ of a message. What is received is held against ``max_bytes`` before memory is ta
 
 import asyncio
 import socket
+import struct
 from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
@@ -14,7 +15,6 @@ from torch import Tensor
 
 from lightning_blocktrain.errors import WireError
 from lightning_blocktrain.serving.address import Address
-from lightning_blocktrain.transport.site import reset
 from lightning_blocktrain.transport.wire import PREFIX, Frame, Outgoing, Receiver, claimed_bytes, read_frame
 
 READ_BYTES = 2**18
@@ -79,11 +79,9 @@ class Link:
                     self._writer.write(piece)
                     async with asyncio.timeout(self._stall_s):
                         await self._writer.drain()
-            except TimeoutError:
-                reset(self._writer.transport)  # a peer that takes nothing would keep the connection
-                raise
             except BaseException:
-                self._writer.transport.abort()  # nobody can go on behind half a message
+                # Nobody can go on behind half a message, and a peer that takes nothing would keep the connection.
+                reset(self._writer.transport)
                 raise
         return outgoing.num_bytes
 
@@ -125,15 +123,28 @@ class Link:
 
     async def close(self) -> None:
         """End the connection; what the other end has not taken within ``FLUSH_S`` is dropped."""
-        self._writer.close()
+        if not self._writer.is_closing():  # closed twice, TLS forgets its socket
+            self._writer.close()
         closed = asyncio.ensure_future(self._writer.wait_closed())  # all who close wait for it: nobody cancels it
         try:
             await asyncio.wait({closed}, timeout=FLUSH_S)
         finally:
-            reset(self._writer.transport)
+            if not closed.done():
+                reset(self._writer.transport)
         await asyncio.wait({closed}, timeout=FLUSH_S)
         if closed.done() and not closed.cancelled():
             closed.exception()  # seen: how a connection ends is nobody's concern any more
+
+
+def reset(transport: asyncio.WriteTransport) -> None:
+    """End the connection to a peer that takes nothing.
+
+    ``abort`` alone drops what this process holds; the system would go on offering what it holds, for minutes.
+    """
+    with suppress(OSError, AttributeError):  # of a socket, or of TLS, that is closed already
+        at_once = struct.pack("ii", 1, 0)
+        transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, at_once)
+    transport.abort()
 
 
 async def dial(address: Address, stall_timeout_s: float) -> Link:

@@ -1,11 +1,7 @@
-"""Where a server of ours listens, the TLS that it speaks, and how it gives a peer up."""
+"""Where a server of ours listens, and the TLS that it speaks."""
 
-import asyncio
-import socket
 import ssl
-import struct
 import warnings
-from contextlib import suppress
 from pathlib import Path
 
 from aiohttp import web
@@ -60,14 +56,3 @@ async def listen(runner: web.AppRunner, host: str, port: int, tls: ssl.SSLContex
         raise listening_error(exc, host, port) from exc
     shown = f"[{host}]" if ":" in host else host
     return f"{'https' if tls else 'http'}://{shown}:{runner.addresses[0][1]}"
-
-
-def reset(transport: asyncio.WriteTransport) -> None:
-    """End the connection to a peer that takes nothing.
-
-    ``abort`` alone drops what this process holds; the system would go on offering what it holds, for minutes.
-    """
-    with suppress(OSError):  # it is closed already
-        at_once = struct.pack("ii", 1, 0)
-        transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, at_once)
-    transport.abort()
