@@ -80,7 +80,7 @@ def rgc() -> str:
         "pairs on test",
         "needed",
         "bp, bits",
-        "rgc, bits",
+        "rgc (final), bits",
         "gap, % (95 %)",
         "upper bound, %",
         "verdict",
@@ -121,9 +121,9 @@ def speeds() -> str:
         found = [compare(rows, part, (arm, other), corpus) for other in (part.control, "limit")]
         ratios = ["-" if one is None or arm == one.control else interval_text(one.ratio, ".3f") for one in found]
         memory = compare(rows, part, (arm, part.control), corpus, "peak_pss_mib")
-        parts = ", ".join(decomposition(part, rows, arm, corpus)).replace("-, -, -", "-")
-        cells = [f"{statistics.median(by_seed(rows, part, arm, corpus).values()):,.0f}", *ratios]
-        cells += [f"{memory.ratio.mean:.2f}" if memory else "-", parts if arm != part.control else "-"]
+        parts = ", ".join(decomposition(part, rows, arm, corpus))
+        cells = [f"{statistics.mean(by_seed(rows, part, arm, corpus).values()):,.0f}", *ratios]
+        cells += [f"{memory.ratio.mean:.2f}" if memory else "-", parts if "-" not in parts else "-"]
         body.append([arm, *cells, part.published.get(arm, "-")])
     return markdown_table(columns, body)
 

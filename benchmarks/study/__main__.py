@@ -91,7 +91,8 @@ def study(args: argparse.Namespace, parts: Path) -> int:
     ledger = Ledger(args.out, protocol, hashes)
     if args.fork is not None:
         rows = rows_of(args.fork)
-        print(f"{ledger.adopt(rows, adoptable(runs, rows), hashes)} runs taken over from {args.fork}")
+        missing = [run for run in runs if run not in ledger]
+        print(f"{ledger.adopt(rows, adoptable(protocol, missing, rows), hashes)} runs taken over from {args.fork}")
     for path in args.reuse:
         taken = [ledger.add(run, row) for run, row in reused([r for r in runs if r not in ledger], path, hashes)]
         print(f"{len(taken)} runs taken over from {path.name}")
@@ -101,18 +102,25 @@ def study(args: argparse.Namespace, parts: Path) -> int:
         from benchmarks.study.tracking import tracker
 
         log_run, log_report = tracker(protocol, args.wandb, args.out)
-    wanted = [run for run in runs if args.parts is None or run.part in args.parts]
+    asked = {run.key for part in protocol.parts if part.name in (args.parts or [part.name]) for run in part.runs()}
+    wanted = [run for run in runs if run.key in asked]  # a control that several parts share belongs to each of them
     failures = run_missing(ledger, wanted, corpora, args.jobs, log_run)
     log_report(write_report(protocol, ledger.rows(), args.out, command_of(args)))
     print(f"{args.out / 'report.md'}, {args.out / 'report.html'}")
     return 1 if failures else 0
 
 
-def adoptable(runs: Sequence[Run], rows: Sequence[dict[str, Any]]) -> list[Run]:
+def adoptable(protocol: Protocol, missing: Sequence[Run], rows: Sequence[dict[str, Any]]) -> list[Run]:
     """Return the runs that may come from another study: timed ones in whole rounds, whose arms ran side by side."""
-    there = {row["key"] for row in rows}
-    rounds = [(run.part, run.corpus, run.seed) for run in runs if KINDS[run.kind].is_timed and run.key not in there]
-    return [run for run in runs if (run.part, run.corpus, run.seed) not in rounds]
+    free = {run.key for run in missing} & {row["key"] for row in rows}
+    torn: set[str] = set()
+    for part in protocol.parts:
+        if KINDS[part.kind].is_timed:
+            rounds: dict[tuple[str, int], set[str]] = {}
+            for run in part.runs():
+                rounds.setdefault((run.corpus, run.seed), set()).add(run.key)
+            torn.update(*(keys for keys in rounds.values() if not keys <= free))
+    return [run for run in missing if run.key in free - torn]
 
 
 def main(argv: Sequence[str] | None = None) -> int:

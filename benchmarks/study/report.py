@@ -134,14 +134,17 @@ def arm_table(part: Part, rows: Sequence[Row], corpus: str) -> Table:
 
 
 def decomposition(part: Part, rows: Sequence[Row], arm: str, corpus: str) -> list[str]:
-    """Return what a pipeline's speed-up is made of, medians over rounds: work saved, parallelism, orchestration."""
+    """Return what a pipeline's speed-up is made of: work saved, parallelism, orchestration.
+
+    Geometric means over rounds, as the ratios of speeds are: they multiply to these.
+    """
     step, work, largest = (by_seed(rows, part, arm, corpus, name) for name in ("step_s", "work_s", "largest_work_s"))
     control = by_seed(rows, part, part.control, corpus, "step_s")
     seeds = sorted(step.keys() & work.keys() & control.keys())
     if not seeds:
         return ["-"] * 3
     parts = [(control[s] / work[s], work[s] / largest[s], largest[s] / step[s]) for s in seeds]
-    return [f"{statistics.median(values):.3f}" for values in zip(*parts, strict=True)]
+    return [f"{statistics.geometric_mean(values):.3f}" for values in zip(*parts, strict=True)]
 
 
 def contrast_table(part: Part, rows: Sequence[Row], corpus: str) -> Table | None:

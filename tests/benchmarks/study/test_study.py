@@ -11,13 +11,15 @@ from typing import Any
 
 import psutil
 import pytest
+import yaml
 
 from benchmarks.pipeline_corpora import Corpus
+from benchmarks.study import __main__ as study_main
 from benchmarks.study.__main__ import adoptable, main, write_report
 from benchmarks.study.corpora import corpora_of
 from benchmarks.study.kinds import blocks, workers
-from benchmarks.study.ledger import rows_of
-from benchmarks.study.protocol import Protocol, ProtocolError, parse
+from benchmarks.study.ledger import Ledger, rows_of
+from benchmarks.study.protocol import Protocol, ProtocolError, Run, parse
 from benchmarks.study.tracking import named_tables, tracker
 
 SHAPE = (
@@ -163,13 +165,31 @@ def rows_of_runs(told: Protocol) -> list[dict[str, Any]]:
 
 
 def test_a_fork_takes_over_timed_runs_by_whole_rounds_only() -> None:
-    runs = parse("mine", "smoke", PROTOCOL).runs()
-    rows = rows_of_runs(parse("mine", "smoke", PROTOCOL))
-    assert adoptable(runs, rows) == runs
+    told = parse("mine", "smoke", PROTOCOL)
+    runs, rows = told.runs(), rows_of_runs(told)
+    assert adoptable(told, runs, rows) == runs
     by_name = {(run.part, run.arm): run for run in runs}
     lacks = [row for row in rows if (row["part"], row["arm"]) not in (("speed", "bp"), ("quality", "bp"))]
-    left = {(run.part, run.arm) for run in adoptable(runs, lacks)}
-    assert by_name.keys() - left == {("speed", "bp"), ("speed", "rgc")}
+    left = {(run.part, run.arm) for run in adoptable(told, runs, lacks)}
+    assert by_name.keys() - left == {("speed", "bp"), ("speed", "rgc"), ("quality", "bp")}
+    # The new study has half a round already: the other half was timed beside something else.
+    missing = [run for run in runs if run is not by_name["speed", "bp"]]
+    assert by_name["speed", "rgc"] not in adoptable(told, missing, rows)
+
+
+def test_a_part_has_the_control_that_it_shares(protocol: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    told = yaml.safe_load(PROTOCOL)
+    told["parts"]["more"] = {**told["parts"]["quality"], "arms": {"bp": {"strategy": None}, "live": {}}, "criteria": []}
+    Path(protocol).write_text(yaml.safe_dump(told, sort_keys=False))
+    asked: list[str] = []
+
+    def note(ledger: Ledger, runs: list[Run], *others: Any) -> list[str]:
+        asked.extend(run.arm for run in runs)
+        return []
+
+    monkeypatch.setattr(study_main, "run_missing", note)
+    assert main([protocol, "--out", str(tmp_path / "out"), "--parts", "more"]) == 0
+    assert asked == ["bp", "live"]
 
 
 @pytest.mark.parametrize(
