@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -45,7 +46,7 @@ def train_apart(run: Run, corpus: Corpus, processes: set[subprocess.Popen[str]])
     told = json.dumps({"run": asdict(run), "corpus": asdict(corpus)})
     environment = os.environ if KINDS[run.kind].is_timed else {**os.environ, "OMP_NUM_THREADS": "1"}
     began_s = time.perf_counter()
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, (Path(folder) / "errors").open("w+") as errors:
         path = Path(folder) / "result.json"
         command = [sys.executable, "-m", "benchmarks.study.one_run", str(path)]
         # Its standard input stays open: when this process dies, however it does, the run sees the end and stops.
@@ -53,33 +54,33 @@ def train_apart(run: Run, corpus: Corpus, processes: set[subprocess.Popen[str]])
             command,
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
+            stderr=errors,  # no pipe: what a run has started may outlive it, and would keep one open
             text=True,
             env=environment,
             start_new_session=True,  # a group of its own: it ends with all that it has started
         )
         processes.add(process)
         try:
-            assert process.stdin is not None and process.stderr is not None
+            assert process.stdin is not None
             process.stdin.write(told + "\n")
             process.stdin.flush()
-            said = process.stderr.read()
             process.wait()
         finally:
             processes.discard(process)
             _end(process)
         if process.returncode or not path.exists():
-            raise RunError(f"{title_of(run)} ended with exit code {process.returncode}:\n{said[-3000:]}")
+            errors.seek(0)
+            raise RunError(f"{title_of(run)} ended with exit code {process.returncode}:\n{errors.read()[-3000:]}")
         result: dict[str, Any] = json.loads(path.read_text())
     return result | {"wall_s": round(time.perf_counter() - began_s, 1), "machine": machine()}
 
 
 def _end(process: "subprocess.Popen[str]") -> None:
-    if process.poll() is None:
+    with suppress(ProcessLookupError):  # nothing is left of its group
         os.killpg(process.pid, signal.SIGKILL)
-    for stream in (process.stdin, process.stderr):
-        if stream is not None:
-            stream.close()
+    assert process.stdin is not None
+    with suppress(BrokenPipeError):
+        process.stdin.close()
     process.wait()
 
 

@@ -12,6 +12,7 @@ import sys
 import tempfile
 import warnings
 from collections.abc import Sequence
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import ExitStack
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -49,14 +50,14 @@ def train_on_hosts(
         lines, and ``corpus_sha256``.
 
     Raises:
-        RuntimeError: If a process ended without a result.
+        RuntimeError: If a worker ended without a result.
     """
     told = {"arm": asdict(arm), "recipe": asdict(recipe), "corpus": corpus, "seed": seed}
     token = secrets.token_urlsafe(16)
     with ExitStack() as stack:
         state = stack.enter_context(tempfile.TemporaryDirectory())
         num_workers = recipe.num_blocks * recipe.replicas
-        num_rounds = recipe.steps // recipe.replicas // recipe.sync_every
+        num_rounds = recipe.steps // recipe.replicas // _sync_every(arm, recipe)
         command = [
             "-m",
             "lightning_blocktrain.cli",
@@ -81,7 +82,7 @@ def train_on_hosts(
             worker.stdin.write(json.dumps({**told, "evaluates": idx == 0}) + "\n")
             worker.stdin.flush()
             workers.append(worker)
-        found = [_result(worker) for worker in workers]
+        found = results_of(workers)
         traffic = {f"{way}_bytes": sum(relay.traffic[way] for relay in relays) for way in ("up", "down")}
     totals = {name: sum(one[name] for one in found) for name in ("sent_bytes", "prefix_bytes")}
     return {"exits": found[0]["exits"], "corpus_sha256": found[0]["corpus_sha256"], **totals, **traffic}
@@ -112,12 +113,31 @@ def _word_with(line: str, begin: str) -> str:
     return found[0]
 
 
-def _result(worker: "subprocess.Popen[str]") -> dict[str, Any]:
-    said, _ = worker.communicate()
-    if worker.returncode:
-        raise RuntimeError(f"a worker ended with exit code {worker.returncode}")
-    found: dict[str, Any] = json.loads(said.splitlines()[-1])
-    return found
+def results_of(workers: "Sequence[subprocess.Popen[str]]") -> list[dict[str, Any]]:
+    """Return what each worker has written as its last line.
+
+    Raises:
+        RuntimeError: As soon as one has ended without; the others are killed, which would go on without it.
+    """
+
+    def result(idx: int) -> dict[str, Any]:
+        said, _ = workers[idx].communicate()
+        if workers[idx].returncode:
+            raise RuntimeError(f"worker {idx} ended with exit code {workers[idx].returncode}")
+        found: dict[str, Any] = json.loads(said.splitlines()[-1])
+        return found
+
+    with ThreadPoolExecutor(len(workers)) as pool:
+        results = [pool.submit(result, idx) for idx in range(len(workers))]
+        _, others = wait(results, return_when=FIRST_EXCEPTION)
+        if others:
+            for worker in workers:
+                worker.kill()
+        return [future.result() for future in sorted(results, key=lambda future: future in others)]
+
+
+def _sync_every(arm: Arm, recipe: Recipe) -> int:
+    return int((arm.strategy or {}).get("sync_every", recipe.sync_every))
 
 
 def work(told: dict[str, Any]) -> dict[str, Any]:
@@ -132,7 +152,7 @@ def work(told: dict[str, Any]) -> dict[str, Any]:
     module = make_module(arm, recipe)
     demo_arm = DemoArm(arm.title, arm.title, lambda: module, lambda: make_strategy(replace(arm, strategy=own), recipe))
     # The coordinator ends the run: a worker that counts to its own end might leave before the others' last updates.
-    longer = replace(recipe, steps=recipe.steps + recipe.sync_every * recipe.replicas, val_batches=0)
+    longer = replace(recipe, steps=recipe.steps + _sync_every(arm, recipe) * recipe.replicas, val_batches=0)
     with tempfile.TemporaryDirectory() as log:
         trainer = fit_trainer(demo_arm, longer, [], fresh_logger(Path(log), "log"))
         trainer.fit(module, data)

@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from benchmarks.study.kinds import blocks, workers
 from benchmarks.study.ledger import Ledger, rows_of
 from benchmarks.study.protocol import Protocol, ProtocolError, Run, parse
 from benchmarks.study.tracking import named_tables, tracker
+from benchmarks.study.workers import _start, results_of
 
 SHAPE = (
     "{num_layers: 2, width: 8, num_stages: 2, window_bytes: 16, batch_size: 2, tokens: %d, lr: 0.003, num_evals: 2,"
@@ -253,18 +255,23 @@ def test_workers_are_processes_whose_bytes_are_counted() -> None:
     corpus = Corpus("python-docs", {"corpus": "python-docs"})
     simulated, apart = (workers({**options, **own}, corpus, 1) for own in ({}, {"latencies_ms": [0, 5]}))
     assert apart["corpus_sha256"] == simulated["corpus_sha256"]
-    assert apart["measures"]["ce"] == pytest.approx(simulated["measures"]["ce"], abs=0.3)
+    untrained = workers({**options, "recipe": {**recipe, "lr": 1e-9}}, corpus, 1)["measures"]["ce"]
+    learned = untrained - simulated["measures"]["ce"]
+    assert learned > 0.1 and untrained - apart["measures"]["ce"] > 0.8 * learned
     sent = simulated["measures"]["sent_bytes"]
     # A worker that is ahead may have sent the update of one round more than the four that there are.
     assert sent <= apart["measures"]["sent_bytes"] <= sent * 5 / 4
     assert apart["measures"]["up_bytes"] > apart["measures"]["sent_bytes"]
-    assert apart["measures"]["down_bytes"] > apart["measures"]["prefix_bytes"] > 0
+    assert apart["measures"]["down_bytes"] > apart["measures"]["sent_bytes"]  # masters come back, and frozen blocks
+    assert apart["measures"]["prefix_bytes"] > 0
 
 
-@pytest.mark.slow
-def test_a_worker_that_fails_ends_the_run() -> None:
-    recipe = {"steps": 2, "num_layers": 2, "num_blocks": 2, "width": 16, "num_heads": 3, "window_bytes": 16}
-    options = {"recipe": {**recipe, "sync_every": 1}, "strategy": {}, "latencies_ms": [0]}
-    with pytest.raises(RuntimeError, match="a worker ended with exit code 1"):
-        workers(options, Corpus("python-docs", {"corpus": "python-docs"}), 1)
-    assert not [child for child in psutil.Process().children() if "coordinator" in " ".join(child.cmdline())]
+def test_a_worker_that_fails_ends_the_others() -> None:
+    waits, fails, ends = "import sys; sys.stdin.read()", "import sys; sys.exit(3)", "print('hello\\n{\"a\": 1}')"
+    with ExitStack() as stack:
+        workers = [_start(stack, ["-c", text], {}) for text in (waits, fails, ends)]
+        with pytest.raises(RuntimeError, match="worker 1 ended with exit code 3"):
+            results_of(workers)
+        assert workers[0].returncode == -signal.SIGKILL
+    with ExitStack() as stack:
+        assert results_of([_start(stack, ["-c", ends], {}) for _ in range(2)]) == [{"a": 1}, {"a": 1}]
