@@ -38,7 +38,8 @@ def composition() -> str:
 
 COMPOSITION = (
     *("causal_full", "causal_block", "ahead", "ahead rounds of 2", "ahead no average", "ahead shared"),
-    *("ahead every 4", "ahead every 16", "ahead 2 replicas", "ahead mild", "ahead wan", "ahead wan late"),
+    *("ahead@flops", "ahead rounds of 2@flops", "ahead int8", "ahead every 4", "ahead every 16"),
+    *("ahead 2 replicas", "ahead mild", "ahead wan", "ahead wan late"),
     *("features own", "residual own", "denoise_features", "denoise"),
 )
 """Arms in the README's order; others follow by name."""
