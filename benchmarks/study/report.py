@@ -6,6 +6,7 @@ Owns the sentences and tables; ``render`` turns them into Markdown and HTML, ``f
 import json
 import math
 import statistics
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -225,6 +226,7 @@ def _making(protocol: Protocol, rows: Sequence[Row], command: str) -> Iterator[B
     yield Items(
         (
             f"Command: {command}",
+            f"Taken over from results that were there: {_taken_over(rows)}",
             f"Protocol {protocol.digest}, fixed before the first run; every row carries it.",
             f"Machine: {'; '.join(machines) or 'none yet'}",
             f"Corpora (SHA-256): {', '.join(' '.join(pair) for pair in hashes) or 'none yet'}",
@@ -233,6 +235,11 @@ def _making(protocol: Protocol, rows: Sequence[Row], command: str) -> Iterator[B
         )
     )
     yield Folded("The protocol", json.dumps(_plain_protocol(protocol), indent=1))
+
+
+def _taken_over(rows: Sequence[Row]) -> str:
+    files = Counter(row["from"] for row in rows if "from" in row)
+    return ", ".join(f"{number} runs from {file}" for file, number in sorted(files.items())) or "none"
 
 
 def _plain_protocol(protocol: Protocol) -> dict[str, Any]:

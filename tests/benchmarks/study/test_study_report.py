@@ -141,3 +141,11 @@ def test_a_browser_shows_the_page_without_a_request(tmp_path: Path, width: int) 
         assert shown.eval("[...document.images].length > 0 && [...document.images].every((i) => i.naturalWidth > 0)")
         assert {address for address in shown.requested if not address.startswith("data:")} == {url}
         assert shown.complaints == []
+
+
+def test_what_was_taken_over_is_counted() -> None:
+    told = protocol()
+    rows = [{**row, **({"from": "old.jsonl"} if row["seed"] == 1 else {})} for row in rows_of(told)]
+    said = " ".join(item for block in report(told, rows, "x") if isinstance(block, Items) for item in block.items)
+    number = sum(row["seed"] == 1 for row in rows)
+    assert number and f"Taken over from results that were there: {number} runs from old.jsonl" in said
