@@ -122,7 +122,7 @@ def results_of(workers: "Sequence[subprocess.Popen[str]]") -> list[dict[str, Any
 
     def result(idx: int) -> dict[str, Any]:
         said, _ = workers[idx].communicate()
-        if workers[idx].returncode:
+        if workers[idx].returncode or not said:
             raise RuntimeError(f"worker {idx} ended with exit code {workers[idx].returncode}")
         found: dict[str, Any] = json.loads(said.splitlines()[-1])
         return found

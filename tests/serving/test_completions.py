@@ -553,12 +553,13 @@ def test_a_completion_that_waits_is_dropped_when_its_client_goes() -> None:
 
 def test_a_client_that_reads_nothing_is_given_up() -> None:
     scripted = Scripted(*[b"ab"] * 40_000)  # more than the system holds for the two ends
-    with server_of(scripted, limits=CompletionLimits(stall_timeout_s=0.1)) as served, served.open(stream=True) as raw:
+    with server_of(scripted, limits=CompletionLimits(stall_timeout_s=0.1)) as served, served.open(stream=True):
         assert scripted.begun.wait(WAIT_S)
         wait_until(lambda: served.server.num_under_way == 0)
-        with pytest.raises(ConnectionResetError):  # not what the system holds, and then an end that looks like one
-            while raw.recv(2**16):
-                pass
+        # Not kept until the client has read all: what the client sees of it is the system's affair.
+        runner = served.server._runner
+        assert runner is not None and runner.server is not None
+        wait_until(lambda: not runner.server.connections)
     assert scripted.closed_in == ["blocktrain-completions_0"]
 
 

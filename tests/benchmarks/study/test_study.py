@@ -267,7 +267,7 @@ def test_workers_are_processes_whose_bytes_are_counted() -> None:
 
 
 def test_a_worker_that_fails_ends_the_others() -> None:
-    waits, fails, ends = "import sys; sys.stdin.read()", "import sys; sys.exit(3)", "print('hello\\n{\"a\": 1}')"
+    waits, fails, ends = "import signal; signal.pause()", "import sys; sys.exit(3)", "print('hello\\n{\"a\": 1}')"
     with ExitStack() as stack:
         workers = [_start(stack, ["-c", text], {}) for text in (waits, fails, ends)]
         with pytest.raises(RuntimeError, match="worker 1 ended with exit code 3"):
