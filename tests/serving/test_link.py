@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from lightning_blocktrain.serving.address import Address
-from lightning_blocktrain.serving.link import Link, dial
+from lightning_blocktrain.serving.link import Link, dial, reset
 from tests.transport.test_http import make_certificate
 
 BIG = {"x": torch.zeros(2**24)}
@@ -129,5 +129,21 @@ def test_an_end_that_both_bring_about_is_none_too_many(certificate: Path | None)
             await link.close()
             with pytest.raises(ConnectionError):
                 await link.send({"kind": "y"})
+
+    asyncio.run(run())
+
+
+def test_a_reset_is_heard_as_one_and_not_as_an_end(certificate: Path | None) -> None:
+    def hear(silent: socket.socket) -> None:
+        while socket.socket.recv(silent, 2**16):  # past TLS, to which one end is as good as another
+            pass
+
+    async def run() -> None:
+        async with link_and_end(60.0, certificate) as (link, silent):
+            await link.send({"kind": "x"})
+            reset(link._writer.transport)
+            reset(link._writer.transport)  # of what is closed: nothing happens
+            with pytest.raises(ConnectionResetError):
+                await asyncio.to_thread(hear, silent)
 
     asyncio.run(run())
